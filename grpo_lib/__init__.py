@@ -1,0 +1,1 @@
+"""GRPO post-training pipeline; docs/architecture.md is the map."""

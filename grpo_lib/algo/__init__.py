@@ -1,0 +1,1 @@
+"""Pure GRPO mathematics: tensors in, tensors out, no processes and no files."""

@@ -1,0 +1,1 @@
+"""Process groups, barriers and deadlines."""

@@ -1,0 +1,203 @@
+"""The seams: what a part must do to take another's place. Implementations are chosen in `stages/` only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from grpo_lib.types import (
+    Bucket,
+    Completion,
+    GenerationRequest,
+    PackedBatch,
+    Prompt,
+    StepMetrics,
+    StepPlan,
+    SyncCertificate,
+    Verdict,
+    WeightManifest,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    import torch
+
+
+class PolicyLoss(Protocol):
+    """Surrogate x correction + KL, composed once from the config; pure."""
+
+    def __call__(
+        self, logprobs: torch.Tensor, batch: PackedBatch, loss_denominator: float
+    ) -> tuple[torch.Tensor, StepMetrics]:
+        """Summed token loss of one micro-batch divided by the *global* denominator.
+
+        Args:
+            logprobs: [B, T] float32, of `batch.labels`, with gradient.
+            loss_denominator: Trained tokens of the whole step over all ranks, or the configured constant.
+
+        Returns:
+            The scalar loss, and metrics computed without gradient.
+        """
+        ...
+
+
+class TrainerBackend(Protocol):
+    """One rank of a trainer. After `forward_backward` gradients are d(sum of token losses) / loss_denominator.
+
+    Every method is collective: all ranks call it with the same number of micro-batches. Methods return only after the
+    device has finished, so that a caller's timer is honest.
+    """
+
+    policy_version: int  # optimiser steps applied since the base model
+
+    def forward_backward(
+        self, micro_batches: Sequence[PackedBatch], loss: PolicyLoss, *, loss_denominator: float
+    ) -> StepMetrics:
+        """Accumulate gradients over this rank's micro-batches; nothing is applied.
+
+        Raises:
+            NonFiniteLogprobs: a trained token's log-probability is NaN or infinite.
+        """
+        ...
+
+    def optim_step(self) -> StepMetrics:
+        """Clip, apply one optimiser step, advance schedule and version, clear gradients.
+
+        Reports `optim/grad_norm` (before clipping, global), `optim/lr`, `optim/update_rms`, `optim/weights_moved`.
+        """
+        ...
+
+    def zero_grad(self) -> None:
+        """Drop accumulated gradients; weights, version and schedule stay."""
+        ...
+
+    def logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """[B, T] float32 on CPU, log-probability of each label at the sampling temperature, without gradient."""
+        ...
+
+    def manifest(self) -> WeightManifest:
+        """What `named_weights` yields, in order; collective-free."""
+        ...
+
+    def named_weights(self) -> Iterator[Bucket]:
+        """Full plain contiguous tensors under Hugging Face names, in bounded buckets, root parameters included."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Weights, optimiser, scheduler, RNG and version, sharded; complete when it returns on every rank."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """The inverse of `save`, for any number of ranks."""
+        ...
+
+    def export_hf(self, path: Path) -> None:
+        """Write a folder that `transformers` and vLLM load, with the source model's config and tokenizer."""
+        ...
+
+
+class TrainerGroup(Protocol):
+    """All ranks of one trainer, seen from the driver."""
+
+    num_ranks: int
+    has_reference: bool
+
+    @property
+    def policy_version(self) -> int: ...
+
+    def forward_backward(self, plan: StepPlan, *, loss_denominator: float) -> StepMetrics: ...
+
+    def optim_step(self) -> StepMetrics: ...
+
+    def zero_grad(self) -> None: ...
+
+    def logprobs(self, plan: StepPlan, *, reference: bool = False) -> tuple[tuple[torch.Tensor, ...], ...]:
+        """[ranks][micro-batches] of [B, T] float32, by the policy or by the frozen reference."""
+        ...
+
+    def save(self, path: Path) -> None: ...
+
+    def load(self, path: Path) -> None: ...
+
+    def export_hf(self, path: Path) -> None: ...
+
+
+class RolloutEngine(Protocol):
+    """One sampler. Illegal transitions (weights while running, submit while paused) raise."""
+
+    @property
+    def policy_version(self) -> int: ...
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests; returns at once. Request ids in flight must be unique."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Completions finished since the last poll; waits up to `timeout_s` for the first."""
+        ...
+
+    def score(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[np.ndarray]:
+        """Log-probabilities of given tokens: for each (token ids, number of prompt tokens) a [R] float32 array.
+
+        Raises:
+            ValueError: the sampling temperature is not 1, where the engine cannot score as it samples.
+        """
+        ...
+
+    def load_weights(self, path: Path, policy_version: int) -> None:
+        """Replace the weights by those of a Hugging Face folder of the same shape."""
+        ...
+
+    def pause(self) -> None:
+        """Stop stepping between two iterations; requests in flight are kept."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WeightSync(Protocol):
+    """Moves the trainer's weights to every engine and proves it."""
+
+    def connect(self) -> None:
+        """Barrier of all ranks and engines, then the transfer channel; once, with a deadline."""
+        ...
+
+    def push(self, policy_version: int) -> SyncCertificate:
+        """Transfer and certify. The certificate is returned also when it is not `ok`; the caller decides."""
+        ...
+
+
+class Verifier(Protocol):
+    """Judges a text. Never raises on bad text, never evaluates it, never runs in the driver's process."""
+
+    def __call__(self, prompt: Prompt, text: str) -> Verdict: ...
+
+
+class VerifierPool(Protocol):
+    """Killable worker processes that run verifiers; one verdict per submission, `FAILED` past the deadline."""
+
+    def submit(self, key: str, prompt: Prompt, text: str) -> None: ...
+
+    def collect(self, timeout_s: float) -> dict[str, Verdict]:
+        """Verdicts finished since the last call; waits up to `timeout_s` for the first."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class TokenDecoder(Protocol):
+    """Token ids → text without special tokens; only for verifiers and people."""
+
+    def __call__(self, token_ids: Sequence[int]) -> str: ...
+
+
+class Tracker(Protocol):
+    """Where step metrics go besides the run's own files (wandb, a live card, the log line)."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Comparisons that end in a verdict."""

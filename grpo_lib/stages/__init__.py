@@ -1,0 +1,1 @@
+"""What each flow step does; the only place that chooses implementations."""

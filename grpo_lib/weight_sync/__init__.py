@@ -1,0 +1,1 @@
+"""Moving trainer weights to the engines, with proof."""
