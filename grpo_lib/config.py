@@ -6,14 +6,9 @@ Field constraints hold what one value must satisfy. A rule over several values i
 
 from __future__ import annotations
 
-import difflib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from grpo_lib.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class _Section(BaseModel):
@@ -23,185 +18,208 @@ class _Section(BaseModel):
 class ModelConfig(_Section):
     """The base model."""
 
-    path: str = Field("builtin:tiny_qwen3", description="Hugging Face folder, hub name, or `builtin:<name>`.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Compute dtype of trainer and engine.")
+    path: str = Field(default="builtin:tiny_qwen3", description="Hugging Face folder, hub name, or `builtin:<name>`.")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Compute dtype of trainer and engine.")
 
 
 class DataConfig(_Section):
     """Where prompts come from and how they become token ids."""
 
-    source: Literal["addition", "parquet", "jsonl"] = Field("addition", description="Generated sums, or local files.")
-    train_path: str | None = Field(None, description="Training file for `parquet` and `jsonl`.")
-    heldout_path: str | None = Field(None, description="Held-out file for `parquet` and `jsonl`.")
-    prompt_field: str = Field("prompt", description="Column with the user's text.")
-    answer_field: str = Field("answer", description="Column with the reference answer.")
-    num_train: int = Field(800, ge=1, description="Training prompts that the `addition` source draws.")
-    num_heldout: int = Field(150, ge=1, description="Held-out prompts, disjoint from training.")
-    max_x: int = Field(100, ge=2, description="`addition`: x is in [0, max_x).")
-    max_y: int = Field(10, ge=1, description="`addition`: y is in [0, max_y).")
-    template: Literal["tokenizer", "raw"] = Field(
-        "tokenizer", description="`tokenizer`: the model's chat template with a generation prompt; `raw`: text as is."
+    source: Literal["addition", "parquet", "jsonl"] = Field(
+        default="addition", description="Generated sums, or local files."
     )
-    max_prompt_tokens: int = Field(16, ge=1, description="Longer prompts are dropped and counted.")
+    train_path: str | None = Field(default=None, description="Training file for `parquet` and `jsonl`.")
+    heldout_path: str | None = Field(default=None, description="Held-out file for `parquet` and `jsonl`.")
+    prompt_field: str = Field(default="prompt", description="Column with the user's text.")
+    answer_field: str = Field(default="answer", description="Column with the reference answer.")
+    num_train: int = Field(default=800, ge=1, description="Training prompts that the `addition` source draws.")
+    num_heldout: int = Field(default=150, ge=1, description="Held-out prompts, disjoint from training.")
+    max_x: int = Field(default=100, ge=2, description="`addition`: x is in [0, max_x).")
+    max_y: int = Field(default=10, ge=1, description="`addition`: y is in [0, max_y).")
+    template: Literal["tokenizer", "raw"] = Field(
+        default="tokenizer",
+        description="`tokenizer`: the model's chat template with a generation prompt; `raw`: text as is.",
+    )
+    max_prompt_tokens: int = Field(default=16, ge=1, description="Longer prompts are dropped and counted.")
 
 
 class VerifierConfig(_Section):
     """How completions are judged."""
 
-    name: Literal["integer", "exact"] = Field("integer", description="Default verifier of the rows.")
-    num_workers: int = Field(1, ge=1, description="Killable worker processes.")
-    timeout_s: float = Field(5.0, gt=0, description="Wall limit of one verdict; past it the state is `failed`.")
-    max_text_chars: int = Field(65536, ge=1, description="Text beyond this length is cut before it is judged.")
-    max_failed_share: float = Field(0.1, ge=0, le=1, description="A step with more `failed` verdicts stops the run.")
-    correct_reward: float = Field(1.0, gt=0, description="Reward of a correct answer; a wrong one has 0.")
+    name: Literal["integer", "exact"] = Field(default="integer", description="Default verifier of the rows.")
+    num_workers: int = Field(default=1, ge=1, description="Killable worker processes.")
+    timeout_s: float = Field(default=5.0, gt=0, description="Wall limit of one verdict; past it the state is `failed`.")
+    max_text_chars: int = Field(default=65536, ge=1, description="Text beyond this length is cut before it is judged.")
+    max_failed_share: float = Field(
+        default=0.1, ge=0, le=1, description="A step with more `failed` verdicts stops the run."
+    )
+    correct_reward: float = Field(default=1.0, gt=0, description="Reward of a correct answer; a wrong one has 0.")
 
 
 class RolloutConfig(_Section):
     """Sampling and the engines."""
 
-    group_size: int = Field(16, ge=1, description="Completions per prompt.")
-    max_tokens: int = Field(6, ge=1, description="Response limit; a completion that reaches it is `length`.")
-    temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature; logprobs are taken at it.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Must be 1: nucleus sampling biases the ratio by the kept mass.")
-    top_k: int = Field(0, ge=0, description="Must be 0 (off), for the same reason.")
-    num_engines: int = Field(1, ge=1, description="vLLM engines, one Ray actor each.")
-    tensor_parallel_size: int = Field(1, ge=1, description="GPUs per engine.")
-    max_num_seqs: int = Field(256, ge=1, description="Sequences decoded together by one engine.")
-    kv_cache_mib: int = Field(64, ge=1, description="KV cache of one engine on CPU, MiB.")
-    prefix_caching: bool = Field(True, description="Reuse prompt KV within a policy version; reset at every push.")
-    seed: int = Field(0, ge=0, description="Engine seed; samples have their own, derived from the run's seed.")
+    group_size: int = Field(default=16, ge=1, description="Completions per prompt.")
+    max_tokens: int = Field(default=6, ge=1, description="Response limit; a completion that reaches it is `length`.")
+    temperature: float = Field(default=1.0, gt=0, le=10, description="Sampling temperature; logprobs are taken at it.")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Must be 1: nucleus sampling biases the ratio by the kept mass."
+    )
+    top_k: int = Field(default=0, ge=0, description="Must be 0 (off), for the same reason.")
+    num_engines: int = Field(default=1, ge=1, description="vLLM engines, one Ray actor each.")
+    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs per engine.")
+    max_num_seqs: int = Field(default=256, ge=1, description="Sequences decoded together by one engine.")
+    kv_cache_mib: int = Field(default=64, ge=1, description="KV cache of one engine on CPU, MiB.")
+    prefix_caching: bool = Field(
+        default=True, description="Reuse prompt KV within a policy version; reset at every push."
+    )
+    seed: int = Field(default=0, ge=0, description="Engine seed; samples have their own, derived from the run's seed.")
 
 
 class AlgorithmConfig(_Section):
     """Advantages and loss, see docs/algorithms.md."""
 
     advantage: Literal["centered", "standard", "leave_one_out"] = Field(
-        "standard", description="Group baseline: mean, mean and population std, or the mean of the others."
+        default="standard", description="Group baseline: mean, mean and population std, or the mean of the others."
     )
-    loss: Literal["grpo", "dapo", "cispo", "dr_grpo", "gspo"] = Field("dapo", description="Surrogate.")
-    clip_lower: float = Field(0.2, gt=0, description="Ratios below 1 - clip_lower are clipped.")
-    clip_higher: float = Field(0.272, gt=0, description="Ratios above 1 + clip_higher are clipped.")
+    loss: Literal["grpo", "dapo", "cispo", "dr_grpo", "gspo"] = Field(default="dapo", description="Surrogate.")
+    clip_lower: float = Field(default=0.2, gt=0, description="Ratios below 1 - clip_lower are clipped.")
+    clip_higher: float = Field(default=0.272, gt=0, description="Ratios above 1 + clip_higher are clipped.")
     correction: Literal["tis", "two_sided", "mask", "sequence", "off"] = Field(
-        "tis", description="Importance weight of the sampler's distribution on each token's policy loss."
+        default="tis", description="Importance weight of the sampler's distribution on each token's policy loss."
     )
-    correction_cap: float = Field(2.0, gt=1, description="Largest weight; `two_sided` and `mask` also use 1 / cap.")
-    kl_beta: float = Field(0.0, ge=0, description="Weight of the KL to the frozen reference policy; 0 loads none.")
+    correction_cap: float = Field(
+        default=2.0, gt=1, description="Largest weight; `two_sided` and `mask` also use 1 / cap."
+    )
+    kl_beta: float = Field(
+        default=0.0, ge=0, description="Weight of the KL to the frozen reference policy; 0 loads none."
+    )
     kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] = Field(
-        "k3", description="Estimator of the KL; `k3_weighted` multiplies d by the ratio instead."
+        default="k3", description="Estimator of the KL; `k3_weighted` multiplies d by the ratio instead."
     )
     loss_denominator: Literal["tokens", "constant"] = Field(
-        "tokens", description="Trained tokens of the whole step, or `constant_denominator` (Dr. GRPO)."
+        default="tokens", description="Trained tokens of the whole step, or `constant_denominator` (Dr. GRPO)."
     )
-    constant_denominator: float | None = Field(None, gt=0, description="For `loss_denominator=constant`.")
+    constant_denominator: float | None = Field(default=None, gt=0, description="For `loss_denominator=constant`.")
     mask_truncated: bool = Field(
-        False, description="Exclude `length` completions from the loss; group statistics keep them."
+        default=False, description="Exclude `length` completions from the loss; group statistics keep them."
     )
 
 
 class TrainerConfig(_Section):
     """The trainer, its optimiser and its sharding."""
 
-    backend: Literal["olmo_core", "hf_deepspeed"] = Field("olmo_core", description="Trainer backend.")
-    num_ranks: int = Field(2, ge=1, description="Data-parallel ranks, one Ray actor each.")
-    pack_length: int = Field(256, ge=2, description="Tokens per pack; holds at least one prompt and response.")
-    micro_batch_packs: int = Field(1, ge=1, description="Packs per forward pass and rank.")
-    learning_rate: float = Field(1e-3, gt=0, description="Peak learning rate.")
-    lr_scheduler: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warm-up.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1.")
-    adam_beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta 2.")
-    adam_eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm limit.")
+    backend: Literal["olmo_core", "hf_deepspeed"] = Field(default="olmo_core", description="Trainer backend.")
+    num_ranks: int = Field(default=2, ge=1, description="Data-parallel ranks, one Ray actor each.")
+    pack_length: int = Field(default=256, ge=2, description="Tokens per pack; holds at least one prompt and response.")
+    micro_batch_packs: int = Field(default=1, ge=1, description="Packs per forward pass and rank.")
+    learning_rate: float = Field(default=1e-3, gt=0, description="Peak learning rate.")
+    lr_scheduler: Literal["constant", "linear", "cosine"] = Field(default="constant", description="After the warm-up.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW beta 1.")
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW beta 2.")
+    adam_eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay.")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Global gradient norm limit.")
     logprob_chunk_tokens: int = Field(
-        1024, ge=1, description="Tokens whose fp32 [chunk, vocab] logits exist at a time."
+        default=1024, ge=1, description="Tokens whose fp32 [chunk, vocab] logits exist at a time."
     )
-    bucket_mib: int = Field(256, ge=1, description="Size of a gathered weight bucket, MiB.")
+    bucket_mib: int = Field(default=256, ge=1, description="Size of a gathered weight bucket, MiB.")
 
 
 class LoopConfig(_Section):
     """The GRPO loop."""
 
-    steps: int = Field(150, ge=1, description="GRPO steps.")
-    prompts_per_step: int = Field(16, ge=1, description="Groups per step.")
-    max_staleness: int = Field(0, ge=0, description="Policy versions a rollout may be old; 0 = synchronous.")
-    active_sampling: bool = Field(False, description="Draw more prompts until `prompts_per_step` groups have spread.")
-    max_draws_per_step: int = Field(8, ge=1, description="Active sampling: draws of a whole batch before it stops.")
-    max_empty_steps: int = Field(10, ge=1, description="Steps in a row without a trainable token before it stops.")
-    checkpoint_every: int = Field(50, ge=1, description="Steps between checkpoints; the last step always has one.")
-    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    steps: int = Field(default=150, ge=1, description="GRPO steps.")
+    prompts_per_step: int = Field(default=16, ge=1, description="Groups per step.")
+    max_staleness: int = Field(default=0, ge=0, description="Policy versions a rollout may be old; 0 = synchronous.")
+    active_sampling: bool = Field(
+        default=False, description="Draw more prompts until `prompts_per_step` groups have spread."
+    )
+    max_draws_per_step: int = Field(
+        default=8, ge=1, description="Active sampling: draws of a whole batch before it stops."
+    )
+    max_empty_steps: int = Field(
+        default=10, ge=1, description="Steps in a row without a trainable token before it stops."
+    )
+    checkpoint_every: int = Field(
+        default=50, ge=1, description="Steps between checkpoints; the last step always has one."
+    )
+    keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints kept.")
 
 
 class WeightSyncConfig(_Section):
     """Trainer → engine."""
 
-    backend: Literal["cpu_gloo", "nccl", "ipc"] = Field("cpu_gloo", description="vLLM weight-transfer backend.")
-    canary_every: int = Field(25, ge=1, description="Decode canary on the first push and every n-th.")
-    canary_prompts: int = Field(8, ge=1, description="Prompts the canary decodes.")
-    canary_tolerance: float = Field(5e-5, gt=0, description="Largest |engine - trainer| log-probability, nats.")
-    port: int = Field(0, ge=0, le=65535, description="Rendezvous port; 0 picks a free one.")
+    backend: Literal["cpu_gloo", "nccl", "ipc"] = Field(default="cpu_gloo", description="vLLM weight-transfer backend.")
+    canary_every: int = Field(default=25, ge=1, description="Decode canary on the first push and every n-th.")
+    canary_prompts: int = Field(default=8, ge=1, description="Prompts the canary decodes.")
+    canary_tolerance: float = Field(default=5e-5, gt=0, description="Largest |engine - trainer| log-probability, nats.")
+    port: int = Field(default=0, ge=0, le=65535, description="Rendezvous port; 0 picks a free one.")
 
 
 class EvaluationConfig(_Section):
     """Held-out evaluation, before and after training."""
 
-    samples_per_prompt: int = Field(32, ge=1, description="Sampled completions per held-out prompt.")
-    pass_at: tuple[int, ...] = Field((1, 4, 8), description="k of the unbiased pass@k.")
-    bootstrap_resamples: int = Field(2000, ge=100, description="Resamples, clustered by prompt.")
-    confidence: float = Field(0.95, gt=0.5, lt=1, description="Level of the intervals.")
+    samples_per_prompt: int = Field(default=32, ge=1, description="Sampled completions per held-out prompt.")
+    pass_at: tuple[int, ...] = Field(default=(1, 4, 8), description="k of the unbiased pass@k.")
+    bootstrap_resamples: int = Field(default=2000, ge=100, description="Resamples, clustered by prompt.")
+    confidence: float = Field(default=0.95, gt=0.5, lt=1, description="Level of the intervals.")
 
 
 class ParityConfig(_Section):
     """Tolerances of the parity report, in nats unless said otherwise."""
 
-    min_tokens: int = Field(20_000, ge=1, description="Fewer scored tokens make the probe INCONCLUSIVE.")
-    max_abs: float = Field(5e-5, gt=0, description="Largest |logprob difference| of any pair of scorers.")
-    p999_abs: float = Field(1e-5, gt=0, description="99.9th percentile.")
-    mean_abs: float = Field(1e-6, gt=0, description="Mean.")
-    decode_score_max_abs: float = Field(0.0, ge=0, description="Engine's decode against its own score.")
+    min_tokens: int = Field(default=20_000, ge=1, description="Fewer scored tokens make the probe INCONCLUSIVE.")
+    max_abs: float = Field(default=5e-5, gt=0, description="Largest |logprob difference| of any pair of scorers.")
+    p999_abs: float = Field(default=1e-5, gt=0, description="99.9th percentile.")
+    mean_abs: float = Field(default=1e-6, gt=0, description="Mean.")
+    decode_score_max_abs: float = Field(default=0.0, ge=0, description="Engine's decode against its own score.")
 
 
 class TrackingConfig(_Section):
     """Metrics besides the run's own files."""
 
-    wandb: bool = Field(False, description="Log to Weights & Biases; WANDB_MODE=offline works without a network.")
-    project: str = Field("grpo", description="wandb project.")
+    wandb: bool = Field(
+        default=False, description="Log to Weights & Biases; WANDB_MODE=offline works without a network."
+    )
+    project: str = Field(default="grpo", description="wandb project.")
 
 
 class DeadlinesConfig(_Section):
     """Seconds after which a wait ends with an error that names who is missing."""
 
-    ranks_start_s: float = Field(300.0, gt=0, description="Trainer ranks load and shard the model.")
-    engine_start_s: float = Field(300.0, gt=0, description="An engine loads its model and warms up.")
-    barrier_s: float = Field(120.0, gt=0, description="All ranks reach a barrier.")
-    generate_s: float = Field(300.0, gt=0, description="The rollouts of one step.")
-    train_s: float = Field(300.0, gt=0, description="One trainer call.")
-    weight_sync_s: float = Field(120.0, gt=0, description="One weight transfer.")
-    placement_s: float = Field(60.0, gt=0, description="Ray places all actors.")
+    ranks_start_s: float = Field(default=300.0, gt=0, description="Trainer ranks load and shard the model.")
+    engine_start_s: float = Field(default=300.0, gt=0, description="An engine loads its model and warms up.")
+    barrier_s: float = Field(default=120.0, gt=0, description="All ranks reach a barrier.")
+    generate_s: float = Field(default=300.0, gt=0, description="The rollouts of one step.")
+    train_s: float = Field(default=300.0, gt=0, description="One trainer call.")
+    weight_sync_s: float = Field(default=120.0, gt=0, description="One weight transfer.")
+    placement_s: float = Field(default=60.0, gt=0, description="Ray places all actors.")
 
 
 class RuntimeConfig(_Section):
     """Ray and the machine's share."""
 
-    cpus_per_rank: float = Field(0.5, gt=0, description="Ray CPUs reserved for a trainer rank.")
-    cpus_per_engine: float = Field(1.0, gt=0, description="Ray CPUs reserved for an engine.")
-    gpus_per_rank: float = Field(0.0, ge=0, description="GPUs reserved for a trainer rank.")
-    gpus_per_engine: float = Field(0.0, ge=0, description="GPUs reserved for an engine.")
-    threads_per_process: int = Field(1, ge=1, description="Math threads of a rank or engine.")
-    object_store_mib: int = Field(128, ge=80, description="Ray object store, MiB.")
+    cpus_per_rank: float = Field(default=0.5, gt=0, description="Ray CPUs reserved for a trainer rank.")
+    cpus_per_engine: float = Field(default=1.0, gt=0, description="Ray CPUs reserved for an engine.")
+    gpus_per_rank: float = Field(default=0.0, ge=0, description="GPUs reserved for a trainer rank.")
+    gpus_per_engine: float = Field(default=0.0, ge=0, description="GPUs reserved for an engine.")
+    threads_per_process: int = Field(default=1, ge=1, description="Math threads of a rank or engine.")
+    object_store_mib: int = Field(default=128, ge=80, description="Ray object store, MiB.")
 
 
 class StorageConfig(_Section):
     """Where big artifacts go."""
 
-    root: str = Field("runs", description="Folder of run directories and the content-addressed store.")
+    root: str = Field(default="runs", description="Folder of run directories and the content-addressed store.")
 
 
 class RunConfig(_Section):
     """Everything that decides a run; its hash names it."""
 
     recipe: str = Field(description="Name of the recipe this configuration started from.")
-    seed: int = Field(1, ge=0, description="Run seed: prompt order and every sample's seed derive from it.")
+    seed: int = Field(default=1, ge=0, description="Run seed: prompt order and every sample's seed derive from it.")
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     verifier: VerifierConfig = VerifierConfig()

@@ -329,7 +329,7 @@ class Stat:
     total: float = 0.0
     weight: float = 0.0  # number of observations (tokens, groups, …); 0 = nothing observed
     quantile: float = 0.5
-    values: np.ndarray | None = None  # [n] float32
+    values: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [n] float32
 
     @staticmethod
     def mean(total: float, weight: float) -> Stat:
