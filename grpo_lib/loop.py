@@ -1,0 +1,208 @@
+"""The GRPO loop: one step, for every backend.
+
+    draw groups ─► advantages ─► samples ─► pack and plan ─► forward, backward ─► optimiser step ─► push weights ─► record
+
+The driver decides everything here; ranks and engines only answer. docs/architecture.md has the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from grpo_lib.algo.advantages import GroupAssessment
+from grpo_lib.algo.metrics import rollout_metrics
+from grpo_lib.algo.packing import plan_step
+from grpo_lib.algo.samples import training_samples
+from grpo_lib.config import RunConfig
+from grpo_lib.errors import NoLearningSignal, WeightSyncError
+from grpo_lib.interfaces import TrainerGroup, WeightSync
+from grpo_lib.pipeline import RolloutPipeline, StepRollouts
+from grpo_lib.timing import StepTimer
+from grpo_lib.types import GroupStatus, RolloutGroup, Stat, StepMetrics, StepPlan, SyncCertificate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepRecord:
+    """What one step leaves behind. `metrics` are plain numbers under the names of docs/metrics.md."""
+
+    step: int  # 1-based: the number of steps done
+    policy_version: int  # after the step
+    applied: bool  # whether the optimiser stepped
+    metrics: dict[str, float]
+
+
+class RunRecorder(Protocol):
+    """Keeps what a run leaves behind; called by the loop only."""
+
+    def certificate(self, certificate: SyncCertificate) -> None: ...
+
+    def rollouts(self, step: int, groups: tuple[RolloutGroup, ...], assessments: tuple[GroupAssessment, ...]) -> None:
+        """Store a step's groups before they are trained on."""
+        ...
+
+    def checkpoint(self, step: int, prompt_state: dict[str, int], empty_steps: int) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopState:
+    """Where a run stands between two steps."""
+
+    steps_done: int = 0
+    empty_steps: int = 0  # in a row, without a trainable token
+
+
+def fit(
+    config: RunConfig,
+    *,
+    trainer: TrainerGroup,
+    sync: WeightSync,
+    pipeline: RolloutPipeline,
+    recorder: RunRecorder,
+    state: LoopState = LoopState(),  # noqa: B008  # frozen
+    timer: StepTimer | None = None,
+    before_step: Callable[[int], None] | None = None,
+) -> LoopState:
+    """Run the loop to `loop.steps`.
+
+    The first push happens before the first rollout, with whatever weights the trainer holds: the base model's or, after
+    a resume, the restored ones.
+
+    Args:
+        state: Where to continue.
+        before_step: Called with the number of the step about to start.
+
+    Raises:
+        WeightSyncError: a push could not be certified.
+        NoLearningSignal: `loop.max_empty_steps` steps in a row had nothing to train on.
+    """
+    timer = timer or StepTimer()
+    _certified_push(sync, trainer.policy_version, recorder)
+    timer.finish_step()  # the initial push belongs to start-up, not to the first step
+    while state.steps_done < config.loop.steps:
+        step = state.steps_done + 1
+        if before_step is not None:
+            before_step(step)
+        rollouts = pipeline.next_batch(trainer.policy_version, timer)
+        with timer.span("checkpoint"):
+            recorder.rollouts(step, rollouts.groups, rollouts.assessments)
+        metrics, applied = train_step(config, trainer, rollouts, timer)
+        if applied:
+            with timer.span("weight_sync"):
+                certificate = _certified_push(sync, trainer.policy_version, recorder)
+            if certificate.canary is not None:
+                timer.move(certificate.canary.seconds, source="weight_sync", target="canary")
+        state = replace(state, steps_done=step, empty_steps=0 if applied else state.empty_steps + 1)
+        if step % config.loop.checkpoint_every == 0 or step == config.loop.steps:
+            with timer.span("checkpoint"):
+                recorder.checkpoint(step, pipeline.prompts.state(), state.empty_steps)
+        recorder.step(_record(step, trainer.policy_version, applied, metrics, timer.finish_step()))
+        _check_signal(config, state, rollouts)
+    return state
+
+
+def train_step(
+    config: RunConfig, trainer: TrainerGroup, rollouts: StepRollouts, timer: StepTimer
+) -> tuple[StepMetrics, bool]:
+    """The training half of a step: from judged groups to one optimiser step.
+
+    A step without trainable tokens is not applied: weights, version and schedule stay, so that the optimiser's
+    momentum cannot move a policy that got no signal.
+
+    Returns:
+        The step's metrics, and whether the optimiser stepped.
+    """
+    with timer.span("pack"):
+        plan = plan_rollouts(config, trainer.num_ranks, rollouts)
+        metrics = rollout_metrics(rollouts.groups, rollouts.assessments, policy_version=trainer.policy_version)
+        metrics = StepMetrics.merged([metrics, _plan_metrics(plan, rollouts)])
+    if plan.num_trained_tokens == 0:
+        return metrics, False
+    denominator = loss_denominator(config, plan)
+    with timer.span("forward_backward"):
+        if trainer.has_reference:
+            plan = _with_reference(plan, trainer)
+        trained = trainer.forward_backward(plan, loss_denominator=denominator)
+    with timer.span("optim"):
+        stepped = trainer.optim_step()
+    return StepMetrics.merged([metrics, trained, stepped]), True
+
+
+def plan_rollouts(config: RunConfig, num_ranks: int, rollouts: StepRollouts) -> StepPlan:
+    """Samples of the kept groups, packed and planned over all ranks."""
+    samples = [
+        sample
+        for group, assessment in zip(rollouts.groups, rollouts.assessments, strict=True)
+        if assessment.status is GroupStatus.KEPT
+        for sample in training_samples(group, assessment, mask_truncated=config.algorithm.mask_truncated)
+    ]
+    return plan_step(
+        samples,
+        num_ranks=num_ranks,
+        pack_length=config.trainer.pack_length,
+        micro_batch_packs=config.trainer.micro_batch_packs,
+    )
+
+
+def loss_denominator(config: RunConfig, plan: StepPlan) -> float:
+    """What the summed token loss of the whole step is divided by."""
+    if config.algorithm.loss_denominator == "constant":
+        assert config.algorithm.constant_denominator is not None, "a config rule requires it"
+        return config.algorithm.constant_denominator
+    return float(plan.num_trained_tokens)
+
+
+def _with_reference(plan: StepPlan, trainer: TrainerGroup) -> StepPlan:
+    reference = trainer.logprobs(plan, reference=True)
+    micro_batches = tuple(
+        tuple(batch.with_logprobs(ref=ref) for batch, ref in zip(batches, refs, strict=True))
+        for batches, refs in zip(plan.micro_batches, reference, strict=True)
+    )
+    return replace(plan, micro_batches=micro_batches)
+
+
+def _certified_push(sync: WeightSync, policy_version: int, recorder: RunRecorder) -> SyncCertificate:
+    certificate = sync.push(policy_version)
+    recorder.certificate(certificate)
+    if not certificate.ok:
+        raise WeightSyncError(f"weights of version {policy_version} are not certified: {certificate}")
+    return certificate
+
+
+def _check_signal(config: RunConfig, state: LoopState, rollouts: StepRollouts) -> None:
+    if state.empty_steps >= config.loop.max_empty_steps:
+        rewards = [r.verdict.reward for group in rollouts.groups for r in group.rollouts]
+        raise NoLearningSignal(
+            f"{state.empty_steps} steps in a row had no group with any spread in its rewards "
+            f"(last mean reward {sum(rewards) / len(rewards):.3f}): the task is hopeless or solved for this policy. "
+            "Choose other prompts, raise rollout.group_size or rollout.temperature, or raise loop.max_empty_steps"
+        )
+
+
+def _plan_metrics(plan: StepPlan, rollouts: StepRollouts) -> StepMetrics:
+    return StepMetrics(
+        stats={
+            "batch/samples": Stat.sum(plan.num_samples),
+            "batch/trained_tokens": Stat.sum(plan.num_trained_tokens),
+            "batch/real_tokens": Stat.sum(plan.num_real_tokens),
+            "batch/draws": Stat.sum(rollouts.num_draws),
+            "throughput/padding_share": Stat.mean(plan.padding_share, 1.0),
+        }
+    )
+
+
+def _record(
+    step: int, policy_version: int, applied: bool, metrics: StepMetrics, times: dict[str, float]
+) -> StepRecord:
+    values = metrics.values()
+    values.update({f"time/{name}": seconds for name, seconds in times.items()})
+    train_s = times["forward_backward_s"] + times["optim_s"]
+    if train_s > 0:
+        values["throughput/train_tokens_per_s"] = values["batch/real_tokens"] / train_s
+    if times["wait_for_rollouts_s"] > 0:
+        values["throughput/rollout_tokens_per_s"] = values["response/tokens"] / times["wait_for_rollouts_s"]
+    values["optim/applied"] = float(applied)
+    return StepRecord(step=step, policy_version=policy_version, applied=applied, metrics=values)
