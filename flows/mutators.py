@@ -1,8 +1,28 @@
-"""The profile decides where steps run: the same flow file on a laptop and on a cluster."""
+"""Where steps run, and how a user's mistake is shown."""
 
 from __future__ import annotations
 
-from metaflow import FlowMutator, StepMutator
+from metaflow import FlowMutator, StepMutator, user_step_decorator
+from metaflow.exception import MetaflowException
+
+from grpo_lib.errors import GrpoError
+
+
+class StepFailed(MetaflowException):
+    """A `GrpoError`: its message is for the user, a traceback would bury it."""
+
+    def __init__(self, error: GrpoError) -> None:
+        self.headline = f"{type(error).__name__}"
+        super().__init__(str(error))
+
+
+@user_step_decorator
+def users_mistakes(step_name, flow, inputs):
+    """Shows a `GrpoError` as its message alone; any other exception keeps its traceback."""
+    try:
+        yield
+    except GrpoError as error:
+        raise StepFailed(error) from error
 
 
 class pool(StepMutator):  # noqa: N801  # used as a decorator
