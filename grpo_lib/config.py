@@ -1,18 +1,29 @@
 """The configuration of a run: a frozen pydantic tree. No I/O, no environment, no runtime values.
 
-Field constraints hold what one value must satisfy. A rule over several values is one function in `RULES`, and
+Field constraints hold what one value must satisfy. A rule over several values is one function in `rules.RULES`, and
 `resolve` reports every problem at once. `docs/configuration.md` is generated from the descriptions.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import ast
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from grpo_lib.errors import ConfigError
+from grpo_lib.rules import RULES
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class ModelConfig(_Section):
@@ -73,7 +84,9 @@ class RolloutConfig(_Section):
     prefix_caching: bool = Field(
         default=True, description="Reuse prompt KV within a policy version; reset at every push."
     )
-    seed: int = Field(default=0, ge=0, description="Engine seed; samples have their own, derived from the run's seed.")
+    seed: int = Field(
+        default=0, ge=0, lt=2**32, description="Engine seed; samples have their own, derived from the run's seed."
+    )
 
 
 class AlgorithmConfig(_Section):
@@ -83,7 +96,7 @@ class AlgorithmConfig(_Section):
         default="standard", description="Group baseline: mean, mean and population std, or the mean of the others."
     )
     loss: Literal["grpo", "dapo", "cispo", "dr_grpo", "gspo"] = Field(default="dapo", description="Surrogate.")
-    clip_lower: float = Field(default=0.2, gt=0, description="Ratios below 1 - clip_lower are clipped.")
+    clip_lower: float = Field(default=0.2, gt=0, le=1, description="Ratios below 1 - clip_lower are clipped.")
     clip_higher: float = Field(default=0.272, gt=0, description="Ratios above 1 + clip_higher are clipped.")
     correction: Literal["tis", "two_sided", "mask", "sequence", "off"] = Field(
         default="tis", description="Importance weight of the sampler's distribution on each token's policy loss."
@@ -219,7 +232,9 @@ class RunConfig(_Section):
     """Everything that decides a run; its hash names it."""
 
     recipe: str = Field(description="Name of the recipe this configuration started from.")
-    seed: int = Field(default=1, ge=0, description="Run seed: prompt order and every sample's seed derive from it.")
+    seed: int = Field(
+        default=1, ge=0, lt=2**32, description="Run seed: prompt order and every sample's seed derive from it."
+    )
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     verifier: VerifierConfig = VerifierConfig()
@@ -234,3 +249,144 @@ class RunConfig(_Section):
     deadlines: DeadlinesConfig = DeadlinesConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     storage: StorageConfig = StorageConfig()
+
+
+def settings() -> dict[str, FieldInfo]:
+    """Every setting by dotted key, in the order of the tree; sections themselves are not settings."""
+    fields: dict[str, FieldInfo] = {}
+    for name, field in RunConfig.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            fields.update({f"{name}.{leaf}": inner for leaf, inner in field.annotation.model_fields.items()})
+        else:
+            fields[name] = field
+    return fields
+
+
+def flat(config: RunConfig) -> dict[str, Any]:
+    """Plain values by dotted key."""
+    values: dict[str, Any] = {}
+    for name, value in config.model_dump(mode="json").items():
+        if isinstance(value, dict):
+            values.update({f"{name}.{leaf}": inner for leaf, inner in value.items()})
+        else:
+            values[name] = value
+    return values
+
+
+def config_hash(config: RunConfig) -> str:
+    """sha256 of the canonical JSON (sorted keys, no spaces): equal for equal configurations, on any machine."""
+    canonical = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def resolve(
+    recipe: str, overrides: Sequence[str] = (), *, trainer: str | None = None, seed: int | None = None
+) -> RunConfig:
+    """The frozen configuration of a run: defaults, then the recipe, then the overrides.
+
+    Args:
+        overrides: `key.path=value`; the value is JSON, else a Python literal, else a string.
+        trainer: `trainer.backend`, as the flow's `--trainer` gives it.
+        seed: `seed`, as `--seed` gives it.
+
+    Raises:
+        ConfigError: every problem at once. Rules over several values are checked on what is valid.
+    """
+    from grpo_lib.recipes import RECIPES, default_recipe  # recipes are written in terms of the classes above
+
+    problems: list[str] = []
+    if recipe not in RECIPES:
+        problems.append(f"recipe {recipe!r} does not exist{_suggestion(recipe, RECIPES)}")
+    base = flat(RECIPES.get(recipe, default_recipe)())
+    flags = {"trainer.backend": ("--trainer", trainer), "seed": ("--seed", seed)}
+    given = _read_overrides(overrides, {key: flag for key, flag in flags.items() if flag[1] is not None}, problems)
+    config, invalid = _build(base, given)
+    problems += invalid.values()
+    for rule in RULES:
+        message = rule(config)
+        # A rule that involves an invalid value would be judging the recipe's value that stands in for it.
+        if message is not None and not any(f"{key} (" in message for key in invalid):
+            problems.append(message)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _read_overrides(
+    overrides: Sequence[str], flags: Mapping[str, tuple[str, object]], problems: list[str]
+) -> dict[str, Any]:
+    """Values by dotted key; malformed, unknown and contradicting ones become problems."""
+    known = settings()
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    values: dict[str, Any] = {key: value for key, (_, value) in flags.items()}
+    for text in overrides:
+        key, equals, raw = text.partition("=")
+        key = key.strip()
+        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+            problems.append(f"override {ascii(text)} is not valid UTF-8")
+        elif not equals or not key:
+            problems.append(f"override {text!r} is not of the form key.path=value, e.g. loop.steps=10")
+        elif key == "recipe":
+            problems.append("recipe is chosen with --recipe, not with --set")
+        elif key in sections:
+            keys = ", ".join(name for name in known if name.startswith(f"{key}."))
+            problems.append(f"{key} is a section; set one of its keys: {keys}")
+        elif key not in known:
+            problems.append(f"{key} is not a setting{_suggestion(key, known)}")
+        else:
+            value = _read_value(raw.strip(), known[key])
+            if key in values and values[key] != value:
+                source = flags[key][0] if key in flags else "an earlier --set"
+                problems.append(
+                    f"{key} is {_show(values[key])} by {source} and {_show(value)} by --set; keep one of them"
+                )
+            values[key] = value
+    return values
+
+
+def _read_value(raw: str, field: FieldInfo) -> Any:
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        try:
+            value = ast.literal_eval(raw)  # .5, 1_000, True, (1, 4)
+            json.dumps(value)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            value = raw
+    is_text = field.annotation is str or str in get_args(field.annotation)
+    return raw if is_text and value is not None and not isinstance(value, str) else value
+
+
+def _build(base: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[RunConfig, dict[str, str]]:
+    """The configuration, with the base's value in place of each invalid one, and a problem per invalid key."""
+    known = settings()
+    invalid: dict[str, str] = {}
+    while True:
+        tree: dict[str, Any] = {}
+        for key, value in {**base, **{k: v for k, v in given.items() if k not in invalid}}.items():
+            section, _, leaf = key.rpartition(".")
+            (tree.setdefault(section, {}) if section else tree)[leaf] = value
+        try:
+            # JSON and strict: `true` is not the number 1, "5" is not 5, while a list is still a tuple.
+            return RunConfig.model_validate_json(json.dumps(tree), strict=True), invalid
+        except ValidationError as error:
+            for detail in error.errors(include_url=False):
+                key = next(name for n in (2, 1) if (name := ".".join(map(str, detail["loc"][:n]))) in known)
+                reason = detail["msg"][0].lower() + detail["msg"][1:]
+                invalid.setdefault(key, f"{key} ({_show(given[key])}): {reason}. Meaning: {known[key].description}")
+
+
+def _show(value: object) -> str:
+    text = value if isinstance(value, str) and value else json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:76]} ..."
+
+
+def _suggestion(name: str, choices: Mapping[str, object]) -> str:
+    """The nearest choice, by the whole name or by what follows its last dot."""
+    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.7)
+    if not near:
+        by_leaf = {key.rpartition(".")[2]: key for key in choices}
+        near = [by_leaf[leaf] for leaf in difflib.get_close_matches(name.rpartition(".")[2], by_leaf, n=1, cutoff=0.7)]
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; there are {', '.join(choices)}" if len(choices) < 10 else "; docs/configuration.md lists all of them"
