@@ -323,7 +323,7 @@ def _read_overrides(
         key, equals, raw = text.partition("=")
         key = key.strip()
         if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-            problems.append(f"override {ascii(text)} is not valid UTF-8")
+            problems.append(f"override {text!a} is not valid UTF-8")
         elif not equals or not key:
             problems.append(f"override {text!r} is not of the form key.path=value, e.g. loop.steps=10")
         elif key == "recipe":

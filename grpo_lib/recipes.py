@@ -1,4 +1,4 @@
-"""Named runs: each is a function that returns a whole configuration. Overrides are applied on top, see `config.resolve`."""
+"""Named runs: each is a function that returns a whole configuration, to which overrides are applied."""
 
 from __future__ import annotations
 

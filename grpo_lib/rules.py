@@ -32,8 +32,8 @@ def group_has_peers(config: RunConfig) -> str | None:
     if config.rollout.group_size > 1:
         return None
     return (
-        f"rollout.group_size (1) with algorithm.advantage ({config.algorithm.advantage}): a sample is compared with the "
-        "others of its group, and alone it has advantage 0, so nothing would be learned; use at least 2"
+        f"rollout.group_size (1) with algorithm.advantage ({config.algorithm.advantage}): a sample is compared with "
+        "the others of its group, and alone it has advantage 0, so nothing would be learned; use at least 2"
     )
 
 
@@ -58,8 +58,8 @@ def constant_denominator_is_given(config: RunConfig) -> str | None:
     if algorithm.loss_denominator != "constant" or algorithm.constant_denominator is not None:
         return None
     return (
-        "algorithm.loss_denominator (constant) needs algorithm.constant_denominator (null); the Dr. GRPO paper's choice is "
-        "samples per step x response limit, here "
+        "algorithm.loss_denominator (constant) needs algorithm.constant_denominator (null); the Dr. GRPO paper's "
+        "choice is samples per step x response limit, here "
         f"{config.loop.prompts_per_step * config.rollout.group_size * config.rollout.max_tokens}"
     )
 
@@ -80,9 +80,9 @@ def dr_grpo_divides_by_a_constant(config: RunConfig) -> str | None:
     if algorithm.loss != "dr_grpo" or algorithm.loss_denominator == "constant":
         return None
     return (
-        f"algorithm.loss (dr_grpo) with algorithm.loss_denominator ({algorithm.loss_denominator}): dr_grpo is defined by "
-        "its constant denominator, which removes the length bias; set algorithm.loss_denominator=constant and "
-        "algorithm.constant_denominator, or choose algorithm.loss=grpo"
+        f"algorithm.loss (dr_grpo) with algorithm.loss_denominator ({algorithm.loss_denominator}): dr_grpo is "
+        "defined by its constant denominator, which removes the length bias; set algorithm.loss_denominator=constant "
+        "and algorithm.constant_denominator, or choose algorithm.loss=grpo"
     )
 
 
@@ -91,8 +91,8 @@ def dr_grpo_keeps_the_spread(config: RunConfig) -> str | None:
     if algorithm.loss != "dr_grpo" or algorithm.advantage != "standard":
         return None
     return (
-        "algorithm.loss (dr_grpo) with algorithm.advantage (standard): Dr. GRPO does not divide by the group's standard "
-        "deviation, which would weight easy and hard prompts up; set algorithm.advantage=centered"
+        "algorithm.loss (dr_grpo) with algorithm.advantage (standard): Dr. GRPO does not divide by the group's "
+        "standard deviation, which would weight easy and hard prompts up; set algorithm.advantage=centered"
     )
 
 
@@ -100,8 +100,8 @@ def rollouts_are_on_policy(config: RunConfig) -> str | None:
     if config.loop.max_staleness == 0:
         return None
     return (
-        f"loop.max_staleness ({config.loop.max_staleness}): only the synchronous mode exists, in which every rollout is "
-        "sampled by the policy that is trained on it; set loop.max_staleness=0"
+        f"loop.max_staleness ({config.loop.max_staleness}): only the synchronous mode exists, in which every rollout "
+        "is sampled by the policy that is trained on it; set loop.max_staleness=0"
     )
 
 
@@ -110,8 +110,8 @@ def warm_up_ends_within_the_run(config: RunConfig) -> str | None:
     if warmup < steps or warmup == 0:
         return None
     return (
-        f"trainer.warmup_steps ({warmup}) is not below loop.steps ({steps}): the learning rate would never reach its peak; "
-        "lower the one or raise the other"
+        f"trainer.warmup_steps ({warmup}) is not below loop.steps ({steps}): the learning rate would never reach its "
+        "peak; lower the one or raise the other"
     )
 
 
@@ -143,8 +143,8 @@ def heldout_is_another_file(config: RunConfig) -> str | None:
     if data.train_path is None or data.train_path != data.heldout_path:
         return None
     return (
-        f"data.train_path ({data.train_path}) is also data.heldout_path ({data.heldout_path}): an evaluation on training "
-        "prompts does not measure generalisation; give two files"
+        f"data.train_path ({data.train_path}) is also data.heldout_path ({data.heldout_path}): an evaluation on "
+        "training prompts does not measure generalisation; give two files"
     )
 
 
@@ -188,8 +188,8 @@ def engine_has_its_gpus(config: RunConfig) -> str | None:
     if gpus == parallel or (parallel == 1 and gpus < 1):
         return None
     return (
-        f"rollout.tensor_parallel_size ({parallel}) with runtime.gpus_per_engine ({gpus:g}): an engine uses one whole GPU per "
-        f"tensor-parallel part, or a share of one GPU, or none; set runtime.gpus_per_engine={parallel}"
+        f"rollout.tensor_parallel_size ({parallel}) with runtime.gpus_per_engine ({gpus:g}): an engine uses one "
+        f"whole GPU per tensor-parallel part, or a share of one GPU, or none; set runtime.gpus_per_engine={parallel}"
     )
 
 
@@ -197,8 +197,8 @@ def rank_has_at_most_one_gpu(config: RunConfig) -> str | None:
     if config.runtime.gpus_per_rank <= 1:
         return None
     return (
-        f"runtime.gpus_per_rank ({config.runtime.gpus_per_rank:g}): a data-parallel rank drives one GPU; set it to 1 and "
-        f"raise trainer.num_ranks ({config.trainer.num_ranks})"
+        f"runtime.gpus_per_rank ({config.runtime.gpus_per_rank:g}): a data-parallel rank drives one GPU; set it to 1 "
+        f"and raise trainer.num_ranks ({config.trainer.num_ranks})"
     )
 
 
@@ -207,8 +207,8 @@ def ranks_and_engines_share_a_device_kind(config: RunConfig) -> str | None:
     if (rank > 0) == (engine > 0):
         return None
     return (
-        f"runtime.gpus_per_rank ({rank:g}) with runtime.gpus_per_engine ({engine:g}): a weight transfer needs both on GPUs or "
-        "both on CPU; set both above 0 or both to 0"
+        f"runtime.gpus_per_rank ({rank:g}) with runtime.gpus_per_engine ({engine:g}): a weight transfer needs both "
+        "on GPUs or both on CPU; set both above 0 or both to 0"
     )
 
 
@@ -245,9 +245,9 @@ def tolerances_fit_the_dtype(config: RunConfig) -> str | None:
     if not tight:
         return None
     return (
-        f"model.dtype (bfloat16) with {' and '.join(tight)}: engine and trainer differ by some 1e-2 nats in bfloat16, so the "
-        f"run would fail its own check; set at least {_BFLOAT16_MIN_TOLERANCE:g} (5e-2 was the largest seen), or "
-        "model.dtype=float32"
+        f"model.dtype (bfloat16) with {' and '.join(tight)}: engine and trainer differ by some 1e-2 nats in "
+        f"bfloat16, so the run would fail its own check; set at least {_BFLOAT16_MIN_TOLERANCE:g} (5e-2 was the "
+        "largest seen), or model.dtype=float32"
     )
 
 
@@ -256,8 +256,8 @@ def parity_tolerances_are_ordered(config: RunConfig) -> str | None:
     if mean <= p999 <= largest:
         return None
     return (
-        f"parity.mean_abs ({mean:g}), parity.p999_abs ({p999:g}) and parity.max_abs ({largest:g}) must not decrease in this "
-        "order: a looser inner tolerance could never decide anything"
+        f"parity.mean_abs ({mean:g}), parity.p999_abs ({p999:g}) and parity.max_abs ({largest:g}) must not decrease "
+        "in this order: a looser inner tolerance could never decide anything"
     )
 
 
