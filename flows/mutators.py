@@ -28,8 +28,8 @@ def users_mistakes(step_name, flow, inputs):
 class pool(StepMutator):  # noqa: N801  # used as a decorator
     """`@pool("gpu")`: run the step on that pool of the profile.
 
-    A profile with `"remote": true` turns the pool's settings into `@kubernetes` and its `retry` into `@retry`; any other
-    profile leaves the step local.
+    A profile with `"remote": true` turns the pool's settings into `@kubernetes` and its `retry` into `@retry`; any
+    other profile leaves the step local.
     """
 
     def init(self, name: str) -> None:

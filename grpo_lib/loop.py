@@ -1,6 +1,6 @@
 """The GRPO loop: one step, for every backend.
 
-    draw groups ─► advantages ─► samples ─► pack and plan ─► forward, backward ─► optimiser step ─► push weights ─► record
+    draw groups ─► advantages ─► samples ─► pack ─► forward, backward ─► optimiser step ─► push weights ─► record
 
 The driver decides everything here; ranks and engines only answer. docs/architecture.md has the picture.
 """
@@ -20,7 +20,7 @@ from grpo_lib.errors import NoLearningSignal, WeightSyncError
 from grpo_lib.interfaces import TrainerGroup, WeightSync
 from grpo_lib.pipeline import RolloutPipeline, StepRollouts
 from grpo_lib.timing import StepTimer
-from grpo_lib.types import GroupStatus, RolloutGroup, Stat, StepMetrics, StepPlan, SyncCertificate
+from grpo_lib.types import RolloutGroup, Stat, StepMetrics, StepPlan, SyncCertificate, TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,7 +62,7 @@ def fit(
     sync: WeightSync,
     pipeline: RolloutPipeline,
     recorder: RunRecorder,
-    state: LoopState = LoopState(),  # noqa: B008  # frozen
+    state: LoopState = LoopState(),
     timer: StepTimer | None = None,
     before_step: Callable[[int], None] | None = None,
 ) -> LoopState:
@@ -116,35 +116,33 @@ def train_step(
         The step's metrics, and whether the optimiser stepped.
     """
     with timer.span("pack"):
-        plan = plan_rollouts(config, trainer.num_ranks, rollouts)
         metrics = rollout_metrics(rollouts.groups, rollouts.assessments, policy_version=trainer.policy_version)
-        metrics = StepMetrics.merged([metrics, _plan_metrics(plan, rollouts)])
-    if plan.num_trained_tokens == 0:
-        return metrics, False
-    denominator = loss_denominator(config, plan)
+        metrics = StepMetrics.merged([metrics, _completion_metrics(rollouts)])
+        samples = trainable_samples(config, rollouts)
+        if not samples:
+            return metrics, False
+        plan = plan_step(
+            samples,
+            num_ranks=trainer.num_ranks,
+            pack_length=config.trainer.pack_length,
+            micro_batch_packs=config.trainer.micro_batch_packs,
+        )
     with timer.span("forward_backward"):
         if trainer.has_reference:
             plan = _with_reference(plan, trainer)
-        trained = trainer.forward_backward(plan, loss_denominator=denominator)
+        trained = trainer.forward_backward(plan, loss_denominator=loss_denominator(config, plan))
     with timer.span("optim"):
         stepped = trainer.optim_step()
-    return StepMetrics.merged([metrics, trained, stepped]), True
+    return StepMetrics.merged([metrics, _plan_metrics(plan), trained, stepped]), True
 
 
-def plan_rollouts(config: RunConfig, num_ranks: int, rollouts: StepRollouts) -> StepPlan:
-    """Samples of the kept groups, packed and planned over all ranks."""
-    samples = [
+def trainable_samples(config: RunConfig, rollouts: StepRollouts) -> list[TrainingSample]:
+    """The documents of all groups that have spread, in the order they were drawn."""
+    return [
         sample
         for group, assessment in zip(rollouts.groups, rollouts.assessments, strict=True)
-        if assessment.status is GroupStatus.KEPT
         for sample in training_samples(group, assessment, mask_truncated=config.algorithm.mask_truncated)
     ]
-    return plan_step(
-        samples,
-        num_ranks=num_ranks,
-        pack_length=config.trainer.pack_length,
-        micro_batch_packs=config.trainer.micro_batch_packs,
-    )
 
 
 def loss_denominator(config: RunConfig, plan: StepPlan) -> float:
@@ -182,27 +180,34 @@ def _check_signal(config: RunConfig, state: LoopState, rollouts: StepRollouts) -
         )
 
 
-def _plan_metrics(plan: StepPlan, rollouts: StepRollouts) -> StepMetrics:
+def _completion_metrics(rollouts: StepRollouts) -> StepMetrics:
+    completions = [rollout.completion for group in rollouts.groups for rollout in group.rollouts]
+    return StepMetrics(
+        stats={
+            "response/tokens": Stat.sum(sum(len(completion.token_ids) for completion in completions)),
+            "time/group_latency_max_s": Stat.max(max(completion.latency_s for completion in completions)),
+            "batch/draws": Stat.sum(rollouts.num_draws),
+        }
+    )
+
+
+def _plan_metrics(plan: StepPlan) -> StepMetrics:
     return StepMetrics(
         stats={
             "batch/samples": Stat.sum(plan.num_samples),
             "batch/trained_tokens": Stat.sum(plan.num_trained_tokens),
             "batch/real_tokens": Stat.sum(plan.num_real_tokens),
-            "batch/draws": Stat.sum(rollouts.num_draws),
             "throughput/padding_share": Stat.mean(plan.padding_share, 1.0),
         }
     )
 
 
-def _record(
-    step: int, policy_version: int, applied: bool, metrics: StepMetrics, times: dict[str, float]
-) -> StepRecord:
+def _record(step: int, policy_version: int, applied: bool, metrics: StepMetrics, times: dict[str, float]) -> StepRecord:
     values = metrics.values()
     values.update({f"time/{name}": seconds for name, seconds in times.items()})
-    train_s = times["forward_backward_s"] + times["optim_s"]
-    if train_s > 0:
+    if applied:
+        train_s = times["forward_backward_s"] + times["optim_s"]
         values["throughput/train_tokens_per_s"] = values["batch/real_tokens"] / train_s
-    if times["wait_for_rollouts_s"] > 0:
-        values["throughput/rollout_tokens_per_s"] = values["response/tokens"] / times["wait_for_rollouts_s"]
+    values["throughput/rollout_tokens_per_s"] = values["response/tokens"] / times["wait_for_rollouts_s"]
     values["optim/applied"] = float(applied)
     return StepRecord(step=step, policy_version=policy_version, applied=applied, metrics=values)

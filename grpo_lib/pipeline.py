@@ -108,8 +108,8 @@ class RolloutPipeline:
         while wanted > 0:
             if draws == (loop.max_draws_per_step if loop.active_sampling else 1):
                 raise NoLearningSignal(
-                    f"{loop.prompts_per_step - wanted} of {loop.prompts_per_step} groups have any spread in their rewards "
-                    f"after {draws} draws of {len(groups)} prompts; make the task neither hopeless nor solved, "
+                    f"{loop.prompts_per_step - wanted} of {loop.prompts_per_step} groups have any spread in their "
+                    f"rewards after {draws} draws of {len(groups)} prompts; make the task neither hopeless nor solved, "
                     "raise rollout.group_size or loop.max_draws_per_step, or set loop.active_sampling=false"
                 )
             drawn = self._draw(wanted, policy_version, timer)
@@ -200,8 +200,8 @@ class RolloutPipeline:
         age = policy_version - oldest
         if newest > policy_version or age > self._config.loop.max_staleness:
             raise StalenessError(
-                f"rollout {completion.request_id} was sampled by policy versions {oldest} … {newest} while the trainer is "
-                f"at version {policy_version}: age {age} exceeds loop.max_staleness "
+                f"rollout {completion.request_id} was sampled by policy versions {oldest} … {newest} while the trainer "
+                f"is at version {policy_version}: age {age} exceeds loop.max_staleness "
                 f"({self._config.loop.max_staleness}); the engine missed a weight update"
             )
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SPANS = (
+SPANS: tuple[str, ...] = (
     "wait_for_rollouts",  # submit to last completion of the step
     "verify",  # what verification adds after the last completion
     "pack",  # advantages, samples, packing, planning

@@ -1,4 +1,4 @@
-"""Small hand-written parts for loop tests: they keep a journal of what was asked of them, and obey orders to misbehave."""
+"""Small hand-written parts for loop tests: they keep a journal and misbehave on request."""
 
 from __future__ import annotations
 

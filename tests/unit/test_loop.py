@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -25,6 +26,10 @@ from tests.unit.fakes import (
 )
 
 
+def spell(token_ids: Sequence[int]) -> str:
+    return " ".join(str(i) for i in token_ids if i != STOP)
+
+
 @dataclass
 class Run:
     """All parts of a loop, sharing one journal."""
@@ -41,13 +46,13 @@ class Run:
         self.recorder = FakeRecorder(self.journal)
         self.prompts = FakePrompts()
 
-    def fit(self, state: LoopState = LoopState()) -> LoopState:  # noqa: B008
+    def fit(self, state: LoopState | None = None) -> LoopState:
         pipeline = RolloutPipeline(
             config=self.config,
             engine=self.engine,
             prompts=self.prompts,
             verifiers=FakeVerifiers(self.judge),  # type: ignore[arg-type]  # a plain function
-            decode=lambda ids: " ".join(str(i) for i in ids if i != STOP),
+            decode=spell,
             stop_token_ids=(STOP,),
         )
         return fit(
@@ -56,7 +61,7 @@ class Run:
             sync=self.sync,
             pipeline=pipeline,
             recorder=self.recorder,
-            state=state,
+            state=state or LoopState(),
         )
 
 
@@ -134,7 +139,7 @@ def test_active_sampling_draws_until_enough_groups_have_spread() -> None:
 
 def test_active_sampling_is_bounded() -> None:
     run = Run(judge=hopeless, sections={"loop": {"active_sampling": True, "max_draws_per_step": 3}})
-    with pytest.raises(NoLearningSignal, match="0 of 2 groups .* after 3 draws of 6 prompts"):
+    with pytest.raises(NoLearningSignal, match=r"0 of 2 groups .* after 3 draws of 6 prompts"):
         run.fit()
     assert "optim_step" not in run.journal
 
@@ -217,7 +222,9 @@ def test_the_denominator_is_global() -> None:
 
 
 def test_a_constant_denominator_is_passed_as_configured() -> None:
-    run = Run(sections={"loop": {"steps": 1}, "algorithm": {"loss_denominator": "constant", "constant_denominator": 40}})
+    run = Run(
+        sections={"loop": {"steps": 1}, "algorithm": {"loss_denominator": "constant", "constant_denominator": 40}}
+    )
     run.fit()
     assert run.trainer.denominators == [40.0]
 
@@ -236,7 +243,5 @@ def test_times_of_every_step_add_up() -> None:
     run.fit()
     for record in run.recorder.records:
         times = {name: value for name, value in record.metrics.items() if name.startswith("time/")}
-        parts = sum(
-            v for n, v in times.items() if n not in ("time/step_s", "time/group_latency_max_s", "time/other_s")
-        )
+        parts = sum(v for n, v in times.items() if n not in ("time/step_s", "time/group_latency_max_s", "time/other_s"))
         assert parts + times["time/other_s"] == pytest.approx(times["time/step_s"], abs=1e-12)
