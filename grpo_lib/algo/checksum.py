@@ -1,0 +1,73 @@
+"""Checksums of weights that two processes, on two devices, can compare without moving the weights.
+
+The raw bits of element i, read as a signed integer of the element's size, are multiplied by an odd pseudo-random weight
+of i and summed modulo 2^64. An odd weight makes any single flipped bit change the sum; weights that differ by position
+make a permutation change it; integer sums do not depend on the order in which a device adds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+_CHUNK = 1 << 22  # elements widened to int64 at a time: 32 MiB each for bits, weights and products
+_INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9  # odd constants of splitmix64
+
+
+def tensor_checksum(tensor: torch.Tensor) -> int:
+    """Checksum in [0, 2^64) of a plain tensor's bits; shape and dtype are compared elsewhere.
+
+    Raises:
+        ValueError: the tensor is sharded or otherwise wrapped, so its local bits are not its value.
+    """
+    return tensor_checksums([tensor])[0]
+
+
+def tensor_checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Checksums of tensors on one device, with a single copy to the host at the end."""
+    if not tensors:
+        return []
+    sums = torch.stack([_checksum_on_device(tensor) for tensor in tensors])
+    return [value % 2**64 for value in sums.tolist()]
+
+
+def checksum_digest(checksums: Mapping[str, int]) -> str:
+    """sha256 hex over (name, checksum) pairs, whatever their order."""
+    lines = "".join(f"{name} {checksums[name]:016x}\n" for name in sorted(checksums))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _checksum_on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """[] int64, on the tensor's device."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise ValueError(
+            f"checksum of a {type(tensor).__name__} {tuple(tensor.shape)}: gather it to a plain tensor first"
+        )
+    bits = tensor.detach().reshape(-1).view(_INT_OF_SIZE[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    weights = _weights(min(_CHUNK, bits.numel()), tensor.device)
+    for index, chunk in enumerate(bits.split(_CHUNK)):
+        chunk_sum = (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
+        total += chunk_sum * _signed(_mix(index))
+    return total
+
+
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """[count] int64 odd weights. A plain 2 i + 1 would miss two swapped rows whose bits have equal sums."""
+    x = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _signed(_MIX_A)
+    x ^= x >> 29  # arithmetic shift: the same on every device
+    return (x * _signed(_MIX_B)) | 1
+
+
+def _mix(index: int) -> int:
+    """Odd weight of a chunk."""
+    x = (index + 1) * _MIX_A % 2**64
+    return (x ^ (x >> 29)) * _MIX_B % 2**64 | 1
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits."""
+    return value - 2**64 if value >= 2**63 else value
