@@ -464,6 +464,25 @@ class CanaryResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SenderReport:
+    """What rank 0 sent in one push, measured on the very tensors that went out."""
+
+    policy_version: int  # the trainer's own
+    checksums: Mapping[str, int]  # Hugging Face name → `algo.checksum`, in the order sent
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightReceipt:
+    """What one engine worker received in one push, measured behind the wire and before the model fuses it."""
+
+    checksums: Mapping[str, int]  # Hugging Face name → `algo.checksum`
+    num_bytes: int
+    unloaded: tuple[str, ...]  # the worker's parameters that no received tensor reached
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SyncCertificate:
     """Evidence that every engine holds the trainer's weights of `policy_version`."""
 
