@@ -55,6 +55,10 @@ class NonFiniteLogprobs(GrpoError):
     """A trained token has a NaN or infinite log-probability; the message names the samples."""
 
 
+class NonFiniteGradient(GrpoError):
+    """The global gradient norm is NaN or infinite; the optimiser step was not applied."""
+
+
 class WeightSyncError(GrpoError):
     """Sender and engine disagree after a weight transfer: names, checksums, version or decode canary."""
 
