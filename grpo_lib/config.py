@@ -10,7 +10,7 @@ import ast
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -280,7 +280,12 @@ def config_hash(config: RunConfig) -> str:
 
 
 def resolve(
-    recipe: str, overrides: Sequence[str] = (), *, trainer: str | None = None, seed: int | None = None
+    recipe: str,
+    overrides: Sequence[str] = (),
+    *,
+    trainer: str | None = None,
+    seed: int | None = None,
+    more_rules: Callable[[RunConfig], Sequence[str]] = lambda config: (),
 ) -> RunConfig:
     """The frozen configuration of a run: defaults, then the recipe, then the overrides.
 
@@ -288,6 +293,7 @@ def resolve(
         overrides: `key.path=value`; the value is JSON, else a Python literal, else a string.
         trainer: `trainer.backend`, as the flow's `--trainer` gives it.
         seed: `seed`, as `--seed` gives it.
+        more_rules: Rules that need to know more than the configuration, such as its model; messages as in `rules`.
 
     Raises:
         ConfigError: every problem at once. Rules over several values are checked on what is valid.
@@ -302,11 +308,9 @@ def resolve(
     given = _read_overrides(overrides, {key: flag for key, flag in flags.items() if flag[1] is not None}, problems)
     config, invalid = _build(base, given)
     problems += invalid.values()
-    for rule in RULES:
-        message = rule(config)
-        # A rule that involves an invalid value would be judging the recipe's value that stands in for it.
-        if message is not None and not any(f"{key} (" in message for key in invalid):
-            problems.append(message)
+    messages = [message for rule in RULES if (message := rule(config)) is not None]
+    # A rule that involves an invalid value would be judging the recipe's value that stands in for it.
+    problems += [m for m in (*messages, *more_rules(config)) if not any(f"{key} (" in m for key in invalid)]
     if problems:
         raise ConfigError(problems)
     return config

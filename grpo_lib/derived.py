@@ -1,0 +1,262 @@
+"""What follows from a configuration and a model before anything runs: counts, bounds, memory and disk. No torch.
+
+Counts are exact, bounds hold for every outcome, and bytes are estimates: good enough to refuse a run that cannot fit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from grpo_lib.config import RunConfig
+
+MIB = 1 << 20
+SUPPORTED_FAMILIES = ("qwen3", "llama", "olmo2")
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+# Resident size of a process that has imported its libraries and holds no model, measured on CPU builds.
+_DRIVER_PROCESS_BYTES = 600 * MIB
+_RANK_PROCESS_BYTES = 750 * MIB
+_ENGINE_PROCESS_BYTES = 1000 * MIB
+_RAY_DAEMONS_BYTES = 700 * MIB  # head node: gcs server, raylet, agents
+
+
+class ModelFacts(Protocol):
+    """What a model folder says about itself, read from its config and tensor headers."""
+
+    @property
+    def model_type(self) -> str: ...
+    @property
+    def num_parameters(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def max_position(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Smallest and largest value that any outcome of sampling can give, all groups kept."""
+
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes of one trainer rank by cause."""
+
+    process: int
+    parameters: int  # fp32 shard
+    gradients: int  # fp32 shard
+    optimizer: int  # two fp32 moments of the shard
+    gathered: int  # full tensors that exist at a time: a layer in the forward pass, a bucket in a push
+    activations: int
+    logits: int  # fp32 [chunk, vocab]: logits, log-softmax and gradient
+
+    @property
+    def device(self) -> int:
+        """Everything that lies on the GPU where there is one."""
+        return sum(asdict(self).values()) - self.process
+
+    @property
+    def total(self) -> int:
+        return self.device + self.process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """Bytes of one engine by cause."""
+
+    process: int
+    weights: int
+    kv_cache: int  # `rollout.kv_cache_mib`; on a GPU the engine takes what is left
+    logits: int
+
+    @property
+    def device(self) -> int:
+        return sum(asdict(self).values()) - self.process
+
+    @property
+    def total(self) -> int:
+        return self.device + self.process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """Every quantity that follows from a configuration and a model."""
+
+    steps: int
+    optimizer_steps: int  # at most: a step without trainable tokens is not applied
+    samples_per_step: int
+    samples_total: int
+    epochs: float | None  # None where the number of prompts is known only after `prepare_data`
+    evaluation_samples: int  # both evaluations, greedy and sampled
+    max_sample_tokens: int
+    max_response_tokens_per_step: int
+    max_tokens_per_step: int
+    packs_per_step: Bounds
+    packs_per_rank: Bounds
+    micro_batches_per_rank: Bounds
+    kv_bytes_per_token: int
+    kv_cache_tokens: int | None  # None on a GPU
+    rank_memory: RankMemory
+    engine_memory: EngineMemory
+    host_memory_bytes: int
+    checkpoint_bytes: int
+    disk_bytes: int  # at the fullest moment of the run
+    cpus: float
+    gpus: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, totals included."""
+        plain = asdict(self)
+        plain["rank_memory"]["total"] = self.rank_memory.total
+        plain["engine_memory"]["total"] = self.engine_memory.total
+        return plain
+
+
+def derive(config: RunConfig, facts: ModelFacts) -> Derived:
+    """Counts, bounds, memory and disk of a run."""
+    loop, rollout, trainer, runtime = config.loop, config.rollout, config.trainer, config.runtime
+    samples = loop.prompts_per_step * rollout.group_size
+    sample_tokens = config.data.max_prompt_tokens + rollout.max_tokens
+    packs = _packs(samples, sample_tokens, trainer.pack_length)
+    per_rank = _shared(packs, trainer.num_ranks)
+    rank, engine = rank_memory(config, facts), engine_memory(config, facts)
+    kv_bytes = kv_bytes_per_token(config, facts)
+    on_gpu = runtime.gpus_per_engine > 0
+    checkpoint = 12 * facts.num_parameters  # fp32 weights and two moments
+    return Derived(
+        steps=loop.steps,
+        optimizer_steps=loop.steps,
+        samples_per_step=samples,
+        samples_total=samples * loop.steps,
+        epochs=loop.steps * loop.prompts_per_step / config.data.num_train if config.data.source == "addition" else None,
+        evaluation_samples=2 * config.data.num_heldout * (config.evaluation.samples_per_prompt + 1),
+        max_sample_tokens=sample_tokens,
+        max_response_tokens_per_step=samples * rollout.max_tokens,
+        max_tokens_per_step=samples * sample_tokens,
+        packs_per_step=packs,
+        packs_per_rank=per_rank,
+        micro_batches_per_rank=_shared(per_rank, trainer.micro_batch_packs),
+        kv_bytes_per_token=kv_bytes,
+        kv_cache_tokens=None if on_gpu else rollout.kv_cache_mib * MIB // kv_bytes,
+        rank_memory=rank,
+        engine_memory=engine,
+        host_memory_bytes=_host_memory(config, rank, engine),
+        checkpoint_bytes=checkpoint,
+        disk_bytes=_disk(config, checkpoint, facts.num_parameters),
+        cpus=trainer.num_ranks * runtime.cpus_per_rank + rollout.num_engines * runtime.cpus_per_engine,
+        gpus=trainer.num_ranks * runtime.gpus_per_rank + rollout.num_engines * runtime.gpus_per_engine,
+    )
+
+
+def model_problems(config: RunConfig, facts: ModelFacts) -> list[str]:
+    """Rules between a configuration and its model, in the form of `rules.RULES`."""
+    problems = []
+    shown = f"model.path ({config.model.path})"
+    if facts.model_type not in SUPPORTED_FAMILIES:
+        problems.append(
+            f"{shown} is of the family {facts.model_type!r}; trainer.backend ({config.trainer.backend}) maps the "
+            f"names of {', '.join(SUPPORTED_FAMILIES)} only, and an unmapped tensor would never reach the engine"
+        )
+    tokens = config.data.max_prompt_tokens + config.rollout.max_tokens
+    if tokens > facts.max_position:
+        problems.append(
+            f"data.max_prompt_tokens ({config.data.max_prompt_tokens}) + rollout.max_tokens "
+            f"({config.rollout.max_tokens}) = {tokens} exceeds the {facts.max_position} positions of {shown}; lower "
+            "one of them"
+        )
+    parallel = config.rollout.tensor_parallel_size
+    if facts.num_heads % parallel:
+        problems.append(
+            f"rollout.tensor_parallel_size ({parallel}) does not divide the {facts.num_heads} attention heads of "
+            f"{shown}"
+        )
+    available, needed = config.rollout.kv_cache_mib * MIB, tokens * kv_bytes_per_token(config, facts)
+    if config.runtime.gpus_per_engine == 0 and needed > available:
+        problems.append(
+            f"rollout.kv_cache_mib ({config.rollout.kv_cache_mib}) cannot hold one sample of {tokens} tokens; "
+            f"raise it to at least {math.ceil(needed / MIB)}"
+        )
+    return problems
+
+
+def kv_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
+    """Keys and values of one token on one tensor-parallel part."""
+    heads = math.ceil(facts.num_kv_heads / config.rollout.tensor_parallel_size)
+    return 2 * facts.num_layers * heads * facts.head_dim * _DTYPE_BYTES[config.model.dtype]
+
+
+def rank_memory(config: RunConfig, facts: ModelFacts) -> RankMemory:
+    """Fully sharded fp32 training; activations by Korthikanti et al. 2022 (arXiv 2205.05198), equation 1.
+
+    The paper's s·b·h·(34 + 5·a·s/h) bytes per layer are for 2-byte activations and a materialised [T, T] attention
+    matrix, which is what torch's masked attention on CPU does.
+    """
+    trainer = config.trainer
+    shard = math.ceil(facts.num_parameters / trainer.num_ranks)
+    tokens = trainer.pack_length * trainer.micro_batch_packs
+    per_layer = tokens * (34 * facts.hidden_size + 5 * facts.num_heads * trainer.pack_length)
+    embedding = facts.vocab_size * facts.hidden_size
+    layer = math.ceil((facts.num_parameters - embedding) / facts.num_layers)
+    return RankMemory(
+        process=_RANK_PROCESS_BYTES,
+        parameters=4 * shard,
+        gradients=4 * shard,
+        optimizer=8 * shard,
+        gathered=max(4 * (embedding + layer), min(trainer.bucket_mib * MIB, 4 * facts.num_parameters)),
+        activations=per_layer * facts.num_layers * _DTYPE_BYTES[config.model.dtype] // 2,
+        logits=3 * 4 * min(trainer.logprob_chunk_tokens, tokens) * facts.vocab_size,
+    )
+
+
+def engine_memory(config: RunConfig, facts: ModelFacts) -> EngineMemory:
+    """Weights of one tensor-parallel part, the configured KV cache on CPU, and one iteration's logits."""
+    weights = facts.num_parameters * _DTYPE_BYTES[config.model.dtype]
+    return EngineMemory(
+        process=_ENGINE_PROCESS_BYTES,
+        weights=math.ceil(weights / config.rollout.tensor_parallel_size),
+        kv_cache=0 if config.runtime.gpus_per_engine > 0 else config.rollout.kv_cache_mib * MIB,
+        logits=2 * 4 * config.rollout.max_num_seqs * facts.vocab_size,
+    )
+
+
+def _packs(samples: int, sample_tokens: int, pack_length: int) -> Bounds:
+    """Packs of one step.
+
+    Packing is greedy and never splits a sample, so a pack that was closed holds at least as many samples as the longest
+    ones would fill it with. A sample has at least one prompt and one response token.
+    """
+    return Bounds(
+        low=math.ceil(2 * samples / pack_length), high=math.ceil(samples / max(1, pack_length // sample_tokens))
+    )
+
+
+def _shared(bounds: Bounds, parts: int) -> Bounds:
+    return Bounds(low=math.ceil(bounds.low / parts), high=math.ceil(bounds.high / parts))
+
+
+def _host_memory(config: RunConfig, rank: RankMemory, engine: EngineMemory) -> int:
+    ranks = config.trainer.num_ranks * (rank.process if config.runtime.gpus_per_rank > 0 else rank.total)
+    engines = config.rollout.num_engines * (engine.process if config.runtime.gpus_per_engine > 0 else engine.total)
+    return _DRIVER_PROCESS_BYTES + _RAY_DAEMONS_BYTES + config.runtime.object_store_mib * MIB + ranks + engines
+
+
+def _disk(config: RunConfig, checkpoint: int, num_parameters: int) -> int:
+    """Checkpoints (a new one is complete before the oldest goes), the sharded base model, the export, rollouts."""
+    per_sample = 12 * config.rollout.max_tokens + 8 * config.data.max_prompt_tokens + 512
+    evaluation = 2 * config.data.num_heldout * (config.evaluation.samples_per_prompt + 1)
+    samples = config.loop.steps * config.loop.prompts_per_step * config.rollout.group_size + evaluation
+    return (config.loop.keep_checkpoints + 2) * checkpoint + 4 * num_parameters + samples * per_sample

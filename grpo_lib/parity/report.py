@@ -1,0 +1,160 @@
+"""From evidence to one verdict: the report as types, as plain JSON and as text for a terminal."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_lib.config import RunConfig
+from grpo_lib.parity.probe import HISTOGRAM_EDGES, PairStatistics
+from grpo_lib.parity.verdicts import (
+    MetricRow,
+    clip_checks,
+    evaluation_check,
+    finite_check,
+    learning_check,
+    nan_check,
+    pair_checks,
+    shard_check,
+    sync_check,
+    time_check,
+)
+from grpo_lib.timing import SPANS
+from grpo_lib.types import ParityReport, ParityVerdict, ShardPlan, SyncCertificate
+
+WIDTH = 120
+
+# What each number cannot show; part of every report, so that nobody reads more into it than is there.
+LIMITS: Mapping[str, str] = {
+    "tis_clipfrac": "Counts ratios above the cap only. 0 does not mean that two backends match: it is blind to "
+    "ratios below 1 and to everything up to the cap, and with stale rollouts it mixes engine mismatch with "
+    "staleness. The absolute differences decide.",
+    "policy/clipfrac": "With one optimiser step per batch the ratio of new to old is 1 by construction, so 0 says "
+    "nothing about parity.",
+    "max |dlogprob|": "Grows with the number of tokens. Compare it between reports of similar size only.",
+    "lockstep probe": "Frozen weights and stored tokens: it does not see drift over training, nor weights that were "
+    "wrong at an earlier version. The sync certificates cover the latter.",
+    "decode vs score": "Shows that the engine's two paths agree, not that either is right.",
+    "reward/correct_rate_kept": "Only groups with both right and wrong members: near one half whatever the policy "
+    "can do. reward/correct_rate is over all groups.",
+    "time": "Spans have the same boundaries for every backend. A ratio of one trainer's compute to another's compute "
+    "plus wait compares nothing.",
+    "pass@1": "Sampling accuracy can rise while greedy accuracy falls; both are given. Intervals resample prompts, "
+    "so they speak about prompts like these.",
+}
+
+
+def build_report(
+    config: RunConfig,
+    *,
+    pairs: Sequence[PairStatistics],
+    metrics: Sequence[MetricRow],
+    certificates: Sequence[SyncCertificate],
+    evaluation: Mapping[str, Any],
+    shard_plan: ShardPlan | None = None,
+) -> ParityReport:
+    """All checks of one run.
+
+    Args:
+        pairs: From `probe`.
+        metrics: Rows of the metrics file, one per step.
+        certificates: Of every push of `fit`, in order.
+        evaluation: `EvaluationResult.to_dict()`.
+        shard_plan: From `shard_model`, where there was one.
+    """
+    checks = [
+        *pair_checks(pairs, config.parity),
+        nan_check(pairs),
+        *clip_checks(pairs, metrics, config.parity),
+        *([shard_check(shard_plan)] if shard_plan else []),
+        sync_check(certificates),
+        learning_check(metrics),
+        time_check(metrics),
+        finite_check(metrics),
+        evaluation_check(evaluation),
+    ]
+    tables = {
+        "pairs": [pair.to_dict() for pair in pairs],
+        "histogram": [row for pair in pairs for row in _histogram_rows(pair)],
+        "time": _time_rows(metrics),
+        "limits": [{"metric": metric, "cannot_show": text} for metric, text in LIMITS.items()],
+    }
+    return ParityReport(checks=tuple(checks), tables=tables)
+
+
+def to_dict(report: ParityReport) -> dict[str, Any]:
+    """Plain JSON: strings, numbers, lists and dicts; a number that is not finite becomes None."""
+    return {
+        "verdict": str(report.verdict),
+        "checks": [{name: _plain(getattr(check, name)) for name in type(check).__slots__} for check in report.checks],
+        "tables": {
+            name: [{key: _plain(value) for key, value in row.items()} for row in rows]
+            for name, rows in report.tables.items()
+        },
+    }
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, ParityVerdict):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _histogram_rows(pair: PairStatistics) -> list[dict[str, object]]:
+    """Bins of |d| that hold tokens; `low` of the first bin is 0 and `high` of the last has no bound."""
+    edges = (0.0, *HISTOGRAM_EDGES, math.inf)
+    name = f"{pair.name_a} vs {pair.name_b}"
+    return [
+        {"pair": name, "low": edges[i], "high": edges[i + 1], "tokens": count}
+        for i, count in enumerate(pair.histogram)
+        if count
+    ]
+
+
+def _time_rows(rows: Sequence[MetricRow]) -> list[dict[str, object]]:
+    """Mean seconds of each span and its share of the step, largest first."""
+    if not rows:
+        return []
+    step_s = sum(row["time/step_s"] for row in rows)
+    totals = {span: sum(row[f"time/{span}_s"] for row in rows) for span in (*SPANS, "other")}
+    return [
+        {"span": span, "seconds_per_step": total / len(rows), "share": total / step_s}
+        for span, total in sorted(totals.items(), key=lambda item: -item[1])
+    ]
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The report of `to_dict` as aligned text, at most 120 columns wide."""
+    checks = report["checks"]
+    name_width = min(56, max((len(check["name"]) for check in checks), default=0))
+    lines = [f"{'verdict':<13}{'check':<{name_width}}  {'value':>10}  {'tolerance':>10}  {'observed':>11}"]
+    lines.append("-" * len(lines[0]))
+    for check in checks:
+        name = textwrap.shorten(check["name"], name_width, placeholder="...")
+        lines.append(
+            f"{check['verdict']:<13}{name:<{name_width}}  {_figure(check['value']):>10}  "
+            f"{_figure(check['tolerance']):>10}  {check['num_observations']:>11,}"
+        )
+        if check["verdict"] != ParityVerdict.PASS:
+            lines += textwrap.wrap(check["evidence"], WIDTH, initial_indent=" " * 13, subsequent_indent=" " * 13)
+    counts = {verdict: sum(check["verdict"] == verdict for check in checks) for verdict in ParityVerdict}
+    lines += ["", f"{report['verdict']}: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())]
+    return "\n".join(lines)
+
+
+def render_limits(report: Mapping[str, Any]) -> str:
+    """What the numbers of a report cannot show, as wrapped text."""
+    return "\n".join(
+        textwrap.fill(f"{row['metric']}: {row['cannot_show']}", WIDTH, initial_indent="- ", subsequent_indent="  ")
+        for row in report["tables"]["limits"]
+    )
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "not finite"
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"
