@@ -1,0 +1,203 @@
+"""Every rule over several settings: refused with the values and a way out, and accepted once the way out is taken."""
+
+import pytest
+
+from grpo_lib.config import resolve
+from grpo_lib.errors import ConfigError
+from grpo_lib.rules import RULES
+
+RECIPE = "embedded_addition"
+GPU = ["runtime.gpus_per_rank=1", "runtime.gpus_per_engine=1", "weight_sync.backend=nccl"]
+FILES = ["data.source=parquet", "data.train_path=a.parquet", "data.heldout_path=b.parquet"]
+
+# rule, overrides that break it and only it, what the message must contain, overrides that mend it
+CASES = [
+    (
+        "pack_holds_prompt_and_response",
+        ["data.max_prompt_tokens=200", "rollout.max_tokens=57"],
+        ["data.max_prompt_tokens (200)", "rollout.max_tokens (57)", "trainer.pack_length (256)", "257"],
+        ["trainer.pack_length=257"],
+    ),
+    ("group_has_peers", ["rollout.group_size=1"], ["rollout.group_size (1)", "at least 2"], ["rollout.group_size=2"]),
+    (
+        "sampling_is_not_truncated",
+        ["rollout.top_p=0.95"],
+        ["rollout.top_p (0.95)", "log S", "rollout.top_p=1"],
+        ["rollout.top_p=1"],
+    ),
+    (
+        "sampling_is_not_truncated",
+        ["rollout.top_k=50"],
+        ["rollout.top_k (50)", "log S", "rollout.top_k=0"],
+        ["rollout.top_k=0"],
+    ),
+    (
+        "constant_denominator_is_given",
+        ["algorithm.loss_denominator=constant"],
+        ["algorithm.loss_denominator (constant)", "algorithm.constant_denominator (null)", "1536"],
+        ["algorithm.constant_denominator=1536"],
+    ),
+    (
+        "constant_denominator_is_used",
+        ["algorithm.constant_denominator=1536"],
+        ["algorithm.constant_denominator (1536)", "algorithm.loss_denominator (tokens)"],
+        ["algorithm.loss_denominator=constant"],
+    ),
+    (
+        "dr_grpo_divides_by_a_constant",
+        ["algorithm.loss=dr_grpo", "algorithm.advantage=centered"],
+        ["algorithm.loss (dr_grpo)", "algorithm.loss_denominator (tokens)"],
+        ["algorithm.loss_denominator=constant", "algorithm.constant_denominator=1536"],
+    ),
+    (
+        "dr_grpo_keeps_the_spread",
+        ["algorithm.loss=dr_grpo", "algorithm.loss_denominator=constant", "algorithm.constant_denominator=1536"],
+        ["algorithm.loss (dr_grpo)", "algorithm.advantage (standard)"],
+        ["algorithm.advantage=centered"],
+    ),
+    ("rollouts_are_on_policy", ["loop.max_staleness=4"], ["loop.max_staleness (4)", "synchronous"], None),
+    (
+        "warm_up_ends_within_the_run",
+        ["trainer.warmup_steps=150"],
+        ["trainer.warmup_steps (150)", "loop.steps (150)"],
+        ["loop.steps=151"],
+    ),
+    (
+        "files_are_given",
+        ["data.source=jsonl", "data.train_path=a.jsonl"],
+        ["data.source (jsonl)", "data.heldout_path (null)"],
+        ["data.heldout_path=b.jsonl"],
+    ),
+    (
+        "files_are_read",
+        ["data.train_path=a.parquet"],
+        ["data.train_path (a.parquet)", "data.source (addition)"],
+        ["data.source=parquet", "data.heldout_path=b.parquet"],
+    ),
+    (
+        "heldout_is_another_file",
+        ["data.source=jsonl", "data.train_path=a.jsonl", "data.heldout_path=a.jsonl"],
+        ["data.train_path (a.jsonl)", "data.heldout_path"],
+        None,
+    ),
+    (
+        "sums_are_enough",
+        ["data.num_train=900"],
+        ["data.num_train (900)", "data.num_heldout (150)", "1050", "1000"],
+        ["data.max_y=11"],
+    ),
+    (
+        "one_step_has_enough_prompts",
+        ["data.num_train=15"],
+        ["loop.prompts_per_step (16)", "data.num_train (15)"],
+        ["loop.prompts_per_step=15"],
+    ),
+    (
+        "pass_at_k_within_samples",
+        ["evaluation.pass_at=[1, 64]"],
+        ["evaluation.pass_at (1, 64)", "evaluation.samples_per_prompt (32)"],
+        ["evaluation.samples_per_prompt=64"],
+    ),
+    ("pass_at_k_within_samples", ["evaluation.pass_at=[0]"], ["evaluation.pass_at (0)", "at least 1"], None),
+    ("pass_at_k_within_samples", ["evaluation.pass_at=[4, 4]"], ["evaluation.pass_at (4, 4)", "twice"], None),
+    (
+        "engine_has_its_gpus",
+        ["rollout.tensor_parallel_size=2"],
+        ["rollout.tensor_parallel_size (2)", "runtime.gpus_per_engine (0)", "runtime.gpus_per_engine=2"],
+        ["runtime.gpus_per_engine=2", "runtime.gpus_per_rank=1", "weight_sync.backend=nccl"],
+    ),
+    (
+        "engine_has_its_gpus",
+        [*GPU[::2], "runtime.gpus_per_engine=2"],
+        ["rollout.tensor_parallel_size (1)", "runtime.gpus_per_engine (2)"],
+        ["rollout.tensor_parallel_size=2"],
+    ),
+    (
+        "rank_has_at_most_one_gpu",
+        [*GPU[1:], "runtime.gpus_per_rank=2"],
+        ["runtime.gpus_per_rank (2)", "trainer.num_ranks (2)"],
+        None,
+    ),
+    (
+        "ranks_and_engines_share_a_device_kind",
+        ["runtime.gpus_per_rank=1"],
+        ["runtime.gpus_per_rank (1)", "runtime.gpus_per_engine (0)"],
+        ["runtime.gpus_per_engine=1", "weight_sync.backend=nccl"],
+    ),
+    (
+        "transfer_reaches_the_devices",
+        GPU[:2],
+        ["weight_sync.backend (cpu_gloo)", "runtime.gpus_per_rank (1)", "nccl or ipc"],
+        GPU[2:],
+    ),
+    (
+        "transfer_reaches_the_devices",
+        ["weight_sync.backend=nccl"],
+        ["weight_sync.backend (nccl)", "runtime.gpus_per_rank (0)", "cpu_gloo"],
+        GPU[:2],
+    ),
+    (
+        "transfer_reaches_the_devices",
+        ["weight_sync.backend=ipc"],
+        ["weight_sync.backend (ipc)", "cpu_gloo"],
+        ["runtime.gpus_per_rank=0.4", "runtime.gpus_per_engine=0.6"],
+    ),
+    (
+        "transfer_reaches_the_devices",
+        ["weight_sync.backend=nccl", "runtime.gpus_per_rank=0.5", "runtime.gpus_per_engine=0.5"],
+        ["weight_sync.backend (nccl)", "one GPU", "ipc"],
+        None,
+    ),
+    (
+        "transfer_reaches_the_devices",
+        [*GPU[:2], "weight_sync.backend=ipc"],
+        ["weight_sync.backend (ipc)", "same GPU", "nccl"],
+        None,
+    ),
+    (
+        "tolerances_fit_the_dtype",
+        ["model.dtype=bfloat16"],
+        ["model.dtype (bfloat16)", "weight_sync.canary_tolerance (5e-05)", "parity.max_abs (5e-05)", "0.01"],
+        ["weight_sync.canary_tolerance=0.1", "parity.max_abs=0.1"],
+    ),
+    (
+        "parity_tolerances_are_ordered",
+        ["parity.mean_abs=1e-3"],
+        ["parity.mean_abs (0.001)", "parity.p999_abs (1e-05)"],
+        ["parity.p999_abs=1e-3", "parity.max_abs=1e-3"],
+    ),
+]
+# Breaking these breaks a second rule about the same settings, whose message is as true.
+COMPANIONS = {
+    "engine_has_its_gpus": "ranks_and_engines_share_a_device_kind",
+    "ranks_and_engines_share_a_device_kind": "transfer_reaches_the_devices",
+}
+
+
+@pytest.mark.parametrize(("name", "breaking", "parts", "mending"), CASES)
+def test_rule(name: str, breaking: list[str], parts: list[str], mending: list[str] | None) -> None:
+    rule = next(rule for rule in RULES if rule.__name__ == name)
+    with pytest.raises(ConfigError) as caught:
+        resolve(RECIPE, breaking)
+    message = next(problem for problem in caught.value.problems if all(part in problem for part in parts))
+    assert len(caught.value.problems) == 1 or name in COMPANIONS
+    if mending is not None:
+        keys = {override.partition("=")[0] for override in mending}
+        kept = [override for override in breaking if override.partition("=")[0] not in keys]
+        config = resolve(RECIPE, [*kept, *mending])
+        assert rule(config) is None
+    assert not message.endswith(".")
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {case[0] for case in CASES} == {rule.__name__ for rule in RULES}
+
+
+def test_gpu_configurations_that_are_meant_to_work() -> None:
+    resolve(RECIPE, [*GPU, "trainer.num_ranks=4", "rollout.num_engines=4"])
+    resolve(RECIPE, [*GPU[::2], "rollout.tensor_parallel_size=2", "runtime.gpus_per_engine=2"])
+    resolve(RECIPE, ["weight_sync.backend=ipc", "runtime.gpus_per_rank=0.5", "runtime.gpus_per_engine=0.5"])
+
+
+def test_file_sources_are_not_judged_by_the_generator_settings() -> None:
+    resolve(RECIPE, [*FILES, "data.num_train=5", "data.max_x=2"])
