@@ -1,0 +1,337 @@
+"""The OLMo-core trainer: one rank of FSDP2, with OLMo-core's model, sharding, optimiser and checkpoints.
+
+OLMo-core's own Trainer is not used: its optimiser step needs an attached Trainer that owns the loop, and the loop
+here is the project's. One rank runs FSDP2 as well, over a process group of its own, so that one and many ranks differ
+in nothing but the number of shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage] documented, not in __all__
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from grpo_lib.algo.checksum import tensor_checksum
+from grpo_lib.algo.objective import micro_batch_objective
+from grpo_lib.config import TrainerConfig
+from grpo_lib.errors import DataError, GrpoError, NonFiniteLogprobs
+from grpo_lib.interfaces import PolicyLoss
+from grpo_lib.trainers.hf_checkpoint import HfFolder, HfFolderWriter
+from grpo_lib.trainers.olmo_core_attention import document_lens
+from grpo_lib.trainers.olmo_core_checkpoint import load_checkpoint, save_checkpoint
+from grpo_lib.trainers.olmo_core_head import IGNORED_LABEL
+from grpo_lib.trainers.olmo_core_model import NameMap, build_sharded, fsdp_modules
+from grpo_lib.trainers.olmo_core_optim import SteppedAdamW
+from grpo_lib.types import Bucket, PackedBatch, ShardedTensor, StepMetrics, WeightEntry, WeightManifest
+
+# Largest |packed - alone| log-probability of the start-up probe, nats: rounding only, kernels see other shapes.
+_PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-1}
+
+
+class OlmoCoreTrainer:
+    """`TrainerBackend` on OLMo-core. The caller joins the process group first when there are several ranks.
+
+    Args:
+        config: Optimiser, schedule, chunk and bucket sizes.
+        model_path: Hugging Face folder of a qwen3, llama or olmo2 model.
+        dtype: Compute dtype, ``"float32"`` or ``"bfloat16"``; shards, gradients and optimiser are fp32 either way.
+        temperature: Sampling temperature that log-probabilities are taken at.
+        correction_cap: Cap that the mismatch metrics count against.
+        total_steps: Steps of the run, for the decaying schedules.
+        rank: This rank.
+        world_size: Number of ranks.
+        device: ``"cpu"`` or ``"cuda"``.
+        trainable: False for a frozen reference: no gradients, no optimiser.
+
+    Raises:
+        DataError: the folder is incomplete or its model is not supported; names file, tensor or setting.
+        GrpoError: attention crosses document boundaries.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: TrainerConfig,
+        model_path: Path,
+        dtype: str,
+        temperature: float,
+        correction_cap: float,
+        total_steps: int,
+        rank: int,
+        world_size: int,
+        device: str = "cpu",
+        trainable: bool = True,
+    ) -> None:
+        self.policy_version = 0
+        self._config, self._correction_cap = config, correction_cap
+        self._device, self._dtype_name = torch.device(device), dtype
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._folder = HfFolder(model_path)
+        self._names = NameMap(self._folder.config)
+        self._model = build_sharded(
+            self._folder,
+            mesh=_mesh(self._device, rank, world_size),
+            device=self._device,
+            compute_dtype=self._dtype,
+            temperature=temperature,
+            chunk_tokens=config.logprob_chunk_tokens,
+            trainable=trainable,
+        )
+        self._root = fsdp_modules(self._model)[0]
+        self._units = _units(self._model)
+        self._manifest = self._plan_manifest()
+        self._optimizer = SteppedAdamW(self._model, config, total_steps=total_steps) if trainable else None
+        self._check_documents_stay_apart()
+
+    def forward_backward(
+        self, micro_batches: Sequence[PackedBatch], loss: PolicyLoss, *, loss_denominator: float
+    ) -> StepMetrics:
+        """Accumulate gradients of this rank's micro-batches; see `TrainerBackend.forward_backward`."""
+        assert self._optimizer is not None, "a frozen trainer has no gradients"
+        parts, failure = [], None
+        for index, batch in enumerate(micro_batches):
+            self._root.set_is_last_backward(index == len(micro_batches) - 1)
+            labels = torch.where(batch.response_mask, batch.labels, IGNORED_LABEL)
+            logprobs, entropy = self._forward(batch.input_ids, labels, batch.doc_ids, batch.position_ids)
+            try:
+                value, metrics = micro_batch_objective(
+                    logprobs,
+                    entropy,
+                    batch.to(self._device),
+                    loss,
+                    loss_denominator=loss_denominator,
+                    correction_cap=self._correction_cap,
+                )
+                parts.append(metrics)
+            except NonFiniteLogprobs as error:
+                # The other ranks are on their way into this backward pass: join it, then fail together.
+                failure, value = failure or str(error), logprobs.sum() * 0
+            value.backward()
+        self._fail_together(failure)
+        self._synchronize()
+        return StepMetrics.merged(parts)
+
+    def optim_step(self) -> StepMetrics:
+        """One optimiser step; see `TrainerBackend.optim_step`.
+
+        Raises:
+            NonFiniteGradient: nothing is applied.
+        """
+        assert self._optimizer is not None, "a frozen trainer takes no steps"
+        metrics = self._optimizer.step(self.policy_version)
+        self.policy_version += 1
+        self._synchronize()
+        return metrics
+
+    def zero_grad(self) -> None:
+        """Drop accumulated gradients."""
+        assert self._optimizer is not None, "a frozen trainer has no gradients"
+        self._optimizer.zero_grad()
+
+    def logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """[B, T] float32 on CPU: log-probability of each token's successor in its document, 0 where there is none."""
+        has_successor = torch.zeros_like(batch.response_mask)
+        has_successor[:, :-1] = (batch.doc_ids[:, 1:] == batch.doc_ids[:, :-1]) & (batch.doc_ids[:, 1:] > 0)
+        labels = torch.where(has_successor, batch.labels, IGNORED_LABEL)
+        return self._score(batch.input_ids, labels, batch.doc_ids, batch.position_ids)
+
+    def manifest(self) -> WeightManifest:
+        """What `named_weights` yields, in order."""
+        return self._manifest
+
+    def named_weights(self) -> Iterator[Bucket]:
+        """Full weights in the compute dtype, under the names of the Hugging Face folder; collective.
+
+        Each FSDP unit, the root with embeddings and final norm included, is gathered, cloned and sharded again before
+        anything of it is yielded. A consumer may therefore stop, send or fail at any point without leaving a rank
+        inside a collective or a unit unsharded.
+        """
+        limit = self._config.bucket_mib << 20
+        planned = iter(self._manifest.entries)
+        pending: list[tuple[str, torch.Tensor]] = []
+        num_bytes = 0
+        for module, names in self._units:
+            for name, tensor in self._gather(module, names):
+                entry = WeightEntry(
+                    name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)
+                )
+                expected = next(planned)
+                assert entry == expected, f"sending {entry}, the manifest says {expected}"
+                if pending and num_bytes + tensor.nbytes > limit:
+                    yield Bucket(tensors=tuple(pending))
+                    pending, num_bytes = [], 0
+                pending.append((name, tensor))
+                num_bytes += tensor.nbytes
+        assert next(planned, None) is None, "the manifest lists tensors that were not sent"
+        yield Bucket(tensors=tuple(pending))
+
+    def save(self, path: Path) -> None:
+        """Weights, optimiser, RNG and version; the schedule is a function of the version."""
+        optimizer = self._optimizer.adamw if self._optimizer else None
+        save_checkpoint(path, model=self._model, optimizer=optimizer, policy_version=self.policy_version)
+
+    def load(self, path: Path) -> None:
+        """The inverse of `save`, for any number of ranks.
+
+        Raises:
+            DataError: the checkpoint is incomplete or of another model.
+        """
+        optimizer = self._optimizer.adamw if self._optimizer else None
+        self.policy_version = load_checkpoint(path, model=self._model, optimizer=optimizer)
+
+    def export_hf(self, path: Path) -> None:
+        """Collective; rank 0 writes the folder, in the compute dtype."""
+        writer = None
+        if dist.get_rank() == 0:
+            writer = HfFolderWriter(path, source=self._folder.path, manifest=self._manifest, dtype=self._dtype_name)
+        for bucket in self.named_weights():
+            for name, tensor in bucket.tensors:
+                if writer is not None:
+                    writer.add(name, tensor)
+        if writer is not None:
+            writer.close(self._manifest)
+        dist.barrier()
+
+    def shard_report(self) -> tuple[ShardedTensor, ...]:
+        """How each parameter is laid out, and checksums of it gathered and of the source it came from; collective.
+
+        The source is the model folder, so the checksums agree until the first optimiser step.
+        """
+        parameters = {self._names.hf(name): (name, parameter) for name, parameter in self._model.named_parameters()}
+        own = {name: _local_numel(parameter) for name, (_, parameter) in parameters.items()}
+        numels: list[dict[str, int]] = [own] * dist.get_world_size()
+        dist.all_gather_object(numels, own)
+        return tuple(
+            ShardedTensor(
+                trainer_name=parameters[name][0],
+                hf_name=name,
+                shape=tuple(tensor.shape),
+                local_numel=tuple(rank[name] for rank in numels),
+                checksum=tensor_checksum(tensor),
+                source_checksum=tensor_checksum(self._folder.tensor(name).to(self._dtype)),
+            )
+            for bucket in self.named_weights()
+            for name, tensor in bucket.tensors
+        )
+
+    def _forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, doc_ids: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies [B, T] on the device, from CPU tensors [B, T]."""
+        doc_lens, max_doc_lens = document_lens(doc_ids.cpu(), position_ids.cpu())
+        # Both keywords or neither: OLMo-core ignores one alone without a word.
+        return self._model(
+            input_ids.to(self._device), labels=labels.to(self._device), doc_lens=doc_lens, max_doc_lens=max_doc_lens
+        )
+
+    @torch.no_grad()
+    def _score(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, doc_ids: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        try:
+            logprobs, _ = self._forward(input_ids, labels, doc_ids, position_ids)
+            return logprobs.cpu()
+        finally:
+            # OLMo-core leaves an untied head gathered after its forward for the backward that follows. None follows
+            # here, and the gathered copy would outlive the next load or optimiser step.
+            for module, _ in self._units:
+                module.reshard()
+
+    def _fail_together(self, failure: str | None) -> None:
+        """Raise on every rank if any rank failed, so that none is left waiting in the next collective."""
+        any_failed = torch.tensor(failure is not None, dtype=torch.int32, device=self._device)
+        dist.all_reduce(any_failed, dist.ReduceOp.MAX)
+        if not any_failed:
+            return
+        self.zero_grad()
+        failures: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+        raise NonFiniteLogprobs("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text))
+
+    def _gather(self, module: FSDPModule, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
+        """Clones of one FSDP unit's own parameters, full, in the compute dtype."""
+        module.unshard()
+        try:
+            gathered = []
+            for name in names:
+                parameter = self._model.get_parameter(name)
+                assert not isinstance(parameter, DTensor), f"{name} is still sharded: its local part is not its value"
+                gathered.append((self._names.hf(name), parameter.detach().clone(memory_format=torch.contiguous_format)))
+            # The clones must exist before the gathered storage is freed, and the gather must be over on this rank
+            # before a consumer starts a transfer of its own.
+            self._synchronize()
+            return gathered
+        finally:
+            module.reshard()
+
+    def _plan_manifest(self) -> WeightManifest:
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+        return WeightManifest(
+            entries=tuple(
+                WeightEntry(name=self._names.hf(name), dtype=self._dtype_name, shape=shapes[name])
+                for _, names in self._units
+                for name in names
+            )
+        )
+
+    def _check_documents_stay_apart(self) -> None:
+        """Start-up probe, on the real sharded model: two documents in one pack must not see each other."""
+        first, second, padding, vocab = 5, 7, 4, self._model.vocab_size
+        lens = (first, second, padding)
+        ids = torch.cat([torch.arange(3, 3 + length) for length in lens])[None] % vocab
+        other_first = ids.clone()
+        other_first[0, :first] = (other_first[0, :first] + 1) % vocab
+        docs = torch.repeat_interleave(torch.tensor([1, 2, 0]), torch.tensor(lens))[None]
+        positions = torch.cat([torch.arange(length) for length in lens])[None]
+        labels = ids.roll(-1, dims=1)
+        of_second = slice(first, first + second)
+        packed = self._score(ids, labels, docs, positions)[:, of_second]
+        beside_another = self._score(other_first, labels, docs, positions)[:, of_second]
+        alone = self._score(ids[:, of_second], labels[:, of_second], docs[:, of_second], positions[:, of_second])
+        if not packed.isfinite().all():
+            raise DataError(
+                f"{self._folder.path}: the model's log-probabilities are not finite; its weights are broken"
+            )
+        difference = float((packed - alone).abs().max())
+        if not torch.equal(packed, beside_another) or difference > _PROBE_TOLERANCE[self._dtype]:
+            raise GrpoError(
+                f"a document's log-probabilities depend on the document before it in the pack, or differ by "
+                f"{difference:.3g} nats from the document alone: attention or positions cross document boundaries"
+            )
+
+    def _synchronize(self) -> None:
+        """Wait for the device, so that callers' timers and transfers see finished work."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _mesh(device: torch.device, rank: int, world_size: int) -> DeviceMesh:
+    """The data-parallel mesh over the default process group, which one rank makes for itself."""
+    if not dist.is_initialized() and world_size == 1:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+        found = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "no process group"
+        raise ValueError(f"trainer rank {rank} of {world_size} needs a process group to match, found {found}")
+    return init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
+
+
+def _units(model: torch.nn.Module) -> tuple[tuple[FSDPModule, tuple[str, ...]], ...]:
+    """FSDP modules with the names of the parameters each of them gathers, in one order on every rank."""
+    owners = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    owned: dict[str, list[str]] = {name: [] for name in owners}
+    for parameter_name, _ in model.named_parameters():  # a tied parameter once, under its first name
+        prefixes = [name for name in owners if name == "" or parameter_name.startswith(f"{name}.")]
+        owned[max(prefixes, key=len)].append(parameter_name)
+    return tuple((owners[name], tuple(names)) for name, names in owned.items() if names)
+
+
+def _local_numel(parameter: torch.nn.Parameter) -> int:
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local().numel()
