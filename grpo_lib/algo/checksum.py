@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-_CHUNK = 1 << 22  # elements widened to int64 at a time: 32 MiB each for bits, weights and products
+_CHUNK = 1 << 20  # elements widened to int64 at a time, 8 MiB; part of the formula
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9  # odd constants of splitmix64
+_CHUNK_FACTOR = 0x94D049BB133111EB  # odd: weights of one chunk are this multiple of the next one's
 
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
@@ -49,9 +50,9 @@ def _checksum_on_device(tensor: torch.Tensor) -> torch.Tensor:
     bits = tensor.detach().reshape(-1).view(_INT_OF_SIZE[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     weights = _weights(min(_CHUNK, bits.numel()), tensor.device)
-    for index, chunk in enumerate(bits.split(_CHUNK)):
-        chunk_sum = (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
-        total += chunk_sum * _signed(_mix(index))
+    for chunk in bits.split(_CHUNK):
+        wide = chunk.to(torch.int64, copy=True).mul_(weights[: chunk.numel()])  # int64 bits are the caller's own
+        total = total * _signed(_CHUNK_FACTOR) + wide.sum()
     return total
 
 
@@ -60,12 +61,6 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
     x = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _signed(_MIX_A)
     x ^= x >> 29  # arithmetic shift: the same on every device
     return (x * _signed(_MIX_B)) | 1
-
-
-def _mix(index: int) -> int:
-    """Odd weight of a chunk."""
-    x = (index + 1) * _MIX_A % 2**64
-    return (x ^ (x >> 29)) * _MIX_B % 2**64 | 1
 
 
 def _signed(value: int) -> int:

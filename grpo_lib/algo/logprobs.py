@@ -8,7 +8,7 @@ and autograd keeps two; so a few thousand tokens at a time are widened, in the f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -24,8 +24,8 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of each label, logits made chunk by chunk.
 
-    With gradients enabled each chunk's projection runs again in the backward pass, so no chunk's logits outlive it.
-    `project` must therefore be deterministic.
+    With gradients enabled and more than one chunk, each chunk's projection runs again in the backward pass, so that no
+    chunk's logits outlive it. `project` must be deterministic, and a sharded head whole at that time too.
 
     Args:
         hidden: [N, H], any floating dtype.
@@ -40,12 +40,14 @@ def token_logprobs(
     _check(hidden, labels, temperature, chunk_tokens)
 
     def chunk(hidden_n: torch.Tensor, labels_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _LabelLogprobs.apply(project(hidden_n), labels_n, temperature)  # pyright: ignore[reportReturnType] autograd.Function is untyped
+        return _label_logprobs(project(hidden_n), labels_n, temperature)
 
     def recomputed_chunk(hidden_n: torch.Tensor, labels_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return checkpoint(chunk, hidden_n, labels_n, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportReturnType] untyped
+        result = checkpoint(chunk, hidden_n, labels_n, use_reentrant=False, preserve_rng_state=False)
+        return cast("tuple[torch.Tensor, torch.Tensor]", result)
 
-    return _in_chunks(recomputed_chunk if torch.is_grad_enabled() else chunk, hidden, labels, chunk_tokens)
+    recompute = torch.is_grad_enabled() and len(labels) > chunk_tokens
+    return _in_chunks(recomputed_chunk if recompute else chunk, hidden, labels, chunk_tokens)
 
 
 def logits_logprobs(
@@ -55,9 +57,15 @@ def logits_logprobs(
     _check(logits, labels, temperature, chunk_tokens)
 
     def chunk(logits_n: torch.Tensor, labels_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _LabelLogprobs.apply(logits_n, labels_n, temperature)  # pyright: ignore[reportReturnType] autograd.Function is untyped
+        return _label_logprobs(logits_n, labels_n, temperature)
 
     return _in_chunks(chunk, logits, labels, chunk_tokens)
+
+
+def _label_logprobs(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return cast("tuple[torch.Tensor, torch.Tensor]", _LabelLogprobs.apply(logits, labels, temperature))
 
 
 class _LabelLogprobs(torch.autograd.Function):
@@ -69,8 +77,9 @@ class _LabelLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         log_softmax = torch.log_softmax(_scaled(logits, temperature), dim=-1)
         logprobs = log_softmax.gather(-1, labels[:, None])[:, 0]
-        # entr(p) = -p log p is 0 at p = 0, where p * log p of a forbidden token would be NaN.
-        entropy = torch.special.entr(log_softmax.exp_()).sum(-1)
+        # A forbidden token has p = 0 and log p = -inf, whose product is NaN; at the finite minimum it is 0.
+        probs = log_softmax.exp()
+        entropy = -probs.mul_(log_softmax.clamp_(min=torch.finfo(log_softmax.dtype).min)).sum(-1)
         ctx.save_for_backward(logits, labels)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
