@@ -234,7 +234,7 @@ def time_spec(rows: Sequence[MetricRow]) -> dict[str, Any]:
         "data": {"values": values},
         "mark": {"type": "bar", "tooltip": True},
         "encoding": {
-            "x": {"field": "step", "type": "quantitative"},
+            "x": {"field": "step", "type": "ordinal", "axis": {"labelOverlap": True, "labelAngle": 0}},
             "y": {"field": "seconds", "type": "quantitative", "stack": "zero"},
             "color": {"field": "span", "type": "nominal"},
         },
@@ -242,7 +242,7 @@ def time_spec(rows: Sequence[MetricRow]) -> dict[str, Any]:
 
 
 def histogram_spec(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Vega-Lite histogram of |difference| on logarithmic axes, one row of bars per pair.
+    """Vega-Lite histogram of |difference| on logarithmic axes, one panel per pair.
 
     A logarithmic axis has no 0: the bin of differences that are exactly or nearly 0 is drawn one decade wide.
     """
@@ -271,7 +271,8 @@ def histogram_spec(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             },
             "x2": {"field": "high"},
             "y": {"field": "tokens", "type": "quantitative", "scale": {"type": "symlog"}},
-            "row": {"field": "pair", "type": "nominal"},
+            "y2": {"datum": 0},  # without it both axes look ranged and the bars are drawn as ticks
+            "facet": {"field": "pair", "type": "nominal", "columns": 1, "title": None},
         },
     }
 

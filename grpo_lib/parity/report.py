@@ -130,11 +130,11 @@ def _time_rows(rows: Sequence[MetricRow]) -> list[dict[str, object]]:
 def render(report: Mapping[str, Any]) -> str:
     """The report of `to_dict` as aligned text, at most 120 columns wide."""
     checks = report["checks"]
-    name_width = min(56, max((len(check["name"]) for check in checks), default=0))
+    name_width = min(56, max((len(check["name"]) for check in checks), default=len("check")))
     lines = [f"{'verdict':<13}{'check':<{name_width}}  {'value':>10}  {'tolerance':>10}  {'observed':>11}"]
     lines.append("-" * len(lines[0]))
     for check in checks:
-        name = textwrap.shorten(check["name"], name_width, placeholder="...")
+        name = check["name"] if len(check["name"]) <= name_width else f"{check['name'][: name_width - 3]}..."
         lines.append(
             f"{check['verdict']:<13}{name:<{name_width}}  {_figure(check['value']):>10}  "
             f"{_figure(check['tolerance']):>10}  {check['num_observations']:>11,}"
