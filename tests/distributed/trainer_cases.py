@@ -1,0 +1,169 @@
+"""What the trainer tests run: a configuration, samples, and the functions that ranks execute.
+
+`BACKENDS` is the list that the contract test is parametrised over; a new backend adds one `BackendCase`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo_lib.algo.losses import build_loss
+from grpo_lib.algo.packing import unpack_tokens
+from grpo_lib.config import AlgorithmConfig, TrainerConfig
+from grpo_lib.interfaces import PolicyLoss
+from grpo_lib.types import PackedBatch, StepMetrics, StepPlan, TrainingSample
+from tests.tiny_models import VOCAB
+
+TEMPERATURE = 0.7
+CORRECTION_CAP = 2.0
+TOTAL_STEPS = 6
+PACK_LENGTH = 32
+
+# An epsilon of 1e-5 keeps AdamW's update a smooth function of the gradient. At 1e-8 an element whose gradient is
+# rounding noise moves by the whole learning rate, in a direction that no two correct trainers agree on.
+CONFIG = TrainerConfig(
+    pack_length=PACK_LENGTH,
+    learning_rate=1e-3,
+    lr_scheduler="linear",
+    warmup_steps=2,
+    adam_eps=1e-5,
+    weight_decay=0.1,
+    max_grad_norm=0.05,
+    logprob_chunk_tokens=7,
+    bucket_mib=1,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What one backend did with one plan, as plain arrays by sample id or Hugging Face name."""
+
+    logprobs: dict[str, np.ndarray]
+    gradients: dict[str, np.ndarray]
+    metrics: StepMetrics  # of the first forward_backward
+    steps: list[dict[str, float]]  # of each optim_step
+    weights: dict[int, dict[str, np.ndarray]]  # after that many steps
+    versions: list[int]
+
+
+def samples() -> list[TrainingSample]:
+    """Nine documents of 5 … 20 tokens whose sampler log-probabilities reach both sides of the correction's cap."""
+    rng = np.random.default_rng(7)
+    result = []
+    for index, length in enumerate((5, 20, 9, 7, 13, 11, 6, 17, 8)):
+        mask = np.arange(length) >= int(rng.integers(1, length - 2))
+        result.append(
+            TrainingSample(
+                sample_id=f"e0.p{index}/0",
+                input_ids=rng.integers(3, VOCAB, length),
+                response_mask=mask,
+                advantages=np.where(mask, rng.normal(), 0).astype(np.float32),
+                rollout_logprobs=np.where(mask, rng.normal(-4.5, 1.5, length), 0).astype(np.float32),
+            )
+        )
+    return result
+
+
+def policy_loss() -> PolicyLoss:
+    return build_loss(AlgorithmConfig(loss="dapo", correction="tis", correction_cap=CORRECTION_CAP))
+
+
+def build_olmo_core(rank: int, num_ranks: int, model: Path, **options: Any) -> Any:
+    from grpo_lib.trainers.olmo_core import OlmoCoreTrainer
+
+    defaults = {
+        "config": CONFIG,
+        "dtype": "float32",
+        "temperature": TEMPERATURE,
+        "correction_cap": CORRECTION_CAP,
+        "total_steps": TOTAL_STEPS,
+    }
+    return OlmoCoreTrainer(model_path=model, rank=rank, world_size=num_ranks, **{**defaults, **options})
+
+
+def olmo_core_gradients(trainer: Any) -> dict[str, np.ndarray]:
+    return {
+        trainer._names.hf(name): parameter.grad.full_tensor().numpy().copy()  # clipping works in place
+        for name, parameter in trainer._model.named_parameters()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendCase:
+    """How the contract test builds a backend and reads its gradients by Hugging Face name."""
+
+    name: str
+    build: Callable[..., Any]
+    gradients: Callable[[Any], dict[str, np.ndarray]]
+
+
+BACKENDS = (BackendCase(name="olmo_core", build=build_olmo_core, gradients=olmo_core_gradients),)
+
+
+def record(rank: int, num_ranks: int, case: BackendCase, model: Path, plan: StepPlan, num_steps: int) -> Record:
+    """Score, differentiate and take `num_steps` steps on one plan; every rank returns the same but `metrics`."""
+    trainer = case.build(rank, num_ranks, model)
+    loss, denominator = policy_loss(), float(plan.num_trained_tokens)
+    own = plan.micro_batches[rank]
+    scored = {key: value for batch in own for key, value in unpack_tokens(batch, trainer.logprobs(batch)).items()}
+    metrics = trainer.forward_backward(own, loss, loss_denominator=denominator)
+    gradients = case.gradients(trainer)
+    steps, versions, weights = [], [trainer.policy_version], {}
+    for step in range(1, num_steps + 1):
+        if step > 1:
+            trainer.forward_backward(own, loss, loss_denominator=denominator)
+        steps.append(trainer.optim_step().values())
+        versions.append(trainer.policy_version)
+        if step in (1, num_steps):
+            weights[step] = weights_of(trainer)
+    return Record(
+        logprobs=scored,
+        gradients=gradients,
+        metrics=metrics,
+        steps=steps,
+        weights=weights,
+        versions=versions,
+    )
+
+
+def merge(records: Sequence[Record]) -> Record:
+    """All ranks' records as one, after checking that what must agree between ranks does."""
+    first = records[0]
+    for other in records[1:]:
+        assert other.steps == first.steps
+        assert other.versions == first.versions
+        for name, tensor in first.gradients.items():
+            np.testing.assert_array_equal(tensor, other.gradients[name])
+    return Record(
+        logprobs={key: value for r in records for key, value in r.logprobs.items()},
+        gradients=first.gradients,
+        metrics=StepMetrics.merged([r.metrics for r in records]),
+        steps=first.steps,
+        weights=first.weights,
+        versions=first.versions,
+    )
+
+
+def weights_of(trainer: Any) -> dict[str, np.ndarray]:
+    return {name: tensor.float().numpy() for bucket in trainer.named_weights() for name, tensor in bucket.tensors}
+
+
+def padding_batch(num_rows: int) -> PackedBatch:
+    """A micro-batch of padding only, as a rank gets when its share of the rows has run out."""
+    zeros = torch.zeros(num_rows, PACK_LENGTH, dtype=torch.int64)
+    return PackedBatch(
+        input_ids=zeros,
+        labels=zeros,
+        position_ids=torch.arange(PACK_LENGTH).expand(num_rows, -1).contiguous(),
+        doc_ids=zeros,
+        response_mask=zeros.bool(),
+        advantages=zeros.float(),
+        rollout_logprobs=zeros.float(),
+        sample_ids=((),) * num_rows,
+    )
