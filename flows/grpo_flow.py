@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import logging
 import os
 from pathlib import Path
 
@@ -12,6 +13,9 @@ os.environ.setdefault("METAFLOW_USER", user if (user := getpass.getuser()) != "r
 from cards import LiveCard, report_card
 from metaflow import Config, FlowSpec, Parameter, card, current, project, step
 from mutators import pool, scheduled, users_mistakes
+
+logging.basicConfig(format="%(message)s")
+logging.getLogger("grpo_lib").setLevel(logging.INFO)
 
 _PROFILES = Path(__file__).resolve().parent / "profiles"
 
@@ -78,7 +82,12 @@ class GRPOFlow(FlowSpec):
         from grpo_lib.stages import fit
 
         live = LiveCard(total_steps=self.config.loop.steps)
-        self.training = fit.run(self.config, self.paths, run_id=current.run_id, on_step=live.update)
+        self.training = fit.run(
+            self.config,
+            self.paths,
+            run_id=current.run_id,
+            on_step=lambda record: live.update(record.step, record.metrics),
+        )
         self.next(self.evaluate)
 
     @users_mistakes
@@ -88,7 +97,7 @@ class GRPOFlow(FlowSpec):
         """Held-out accuracy before and after, sampled and greedy."""
         from grpo_lib.stages import evaluate
 
-        result = evaluate.run(self.config, self.paths)
+        result = evaluate.run(self.config, self.paths, policy_version=self.training.policy_version)
         self.evaluation, self.probe_rollouts = result.evaluation, result.rollouts
         self.next(self.parity_report)
 
@@ -100,7 +109,14 @@ class GRPOFlow(FlowSpec):
         """Engine, trainer and a plain forward score the same stored tokens; the verdict is stored, not raised."""
         from grpo_lib.stages import parity_report
 
-        report = parity_report.run(self.config, self.paths, self.probe_rollouts)
+        report = parity_report.run(
+            self.config,
+            self.paths,
+            rollouts=self.probe_rollouts,
+            evaluation=self.evaluation,
+            policy_version=self.training.policy_version,
+            shard_plan=self.shard_plan,
+        )
         self.parity = report.parity
         report_card(report.parity, metrics=report.metrics, evaluation=self.evaluation, samples=report.samples)
         self.next(self.end)

@@ -11,6 +11,7 @@ from grpo_lib.types import (
     GenerationRequest,
     PackedBatch,
     Prompt,
+    ShardedTensor,
     StepMetrics,
     StepPlan,
     SyncCertificate,
@@ -95,6 +96,10 @@ class TrainerBackend(Protocol):
 
     def export_hf(self, path: Path) -> None:
         """Write a folder that `transformers` and vLLM load, with the source model's config and tokenizer."""
+        ...
+
+    def shard_report(self) -> tuple[ShardedTensor, ...]:
+        """How each parameter is laid out, with checksums of it gathered and of the source it came from."""
         ...
 
 

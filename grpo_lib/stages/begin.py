@@ -20,7 +20,13 @@ _PACKAGES = (
     "numpy", "pyarrow", "safetensors", "tokenizers", "boto3", "wandb", "grpo-lib",
 )  # fmt: skip
 # Environment switches that change results; recorded so that two runs can be told apart.
-_SWITCHES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "VLLM_BATCH_INVARIANT", "CUBLAS_WORKSPACE_CONFIG")
+_SWITCHES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "ONEDNN_MAX_CPU_ISA",
+    "VLLM_BATCH_INVARIANT",
+    "CUBLAS_WORKSPACE_CONFIG",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +39,7 @@ class RunSetup:
     preflight: PreflightResult
 
 
-def run(
-    *, recipe: str, overrides: Sequence[str] = (), trainer: str | None = None, seed: int | None = None
-) -> RunSetup:
+def run(*, recipe: str, overrides: Sequence[str] = (), trainer: str | None = None, seed: int | None = None) -> RunSetup:
     """Resolve the configuration and check the machine.
 
     Raises:
@@ -46,9 +50,7 @@ def run(
     config = resolve(recipe, overrides, trainer=trainer, seed=seed)
     model = resolve_model_path(config.model.path)
     preflight = run_preflight(config, inspect_model(model), root=Path(config.storage.root))
-    return RunSetup(
-        config=config, config_hash=config_hash(config), lineage=lineage(config, model), preflight=preflight
-    )
+    return RunSetup(config=config, config_hash=config_hash(config), lineage=lineage(config, model), preflight=preflight)
 
 
 def lineage(config: RunConfig, model: Path) -> dict[str, object]:

@@ -44,5 +44,6 @@ def run(config: RunConfig, paths: RunPaths) -> PreparedData:
         num_ranks=config.trainer.num_ranks,
         group_size=config.rollout.group_size,
         prompts_per_step=config.loop.prompts_per_step,
+        micro_batch_packs=config.trainer.micro_batch_packs,
     )
     return PreparedData(manifest=manifest, packing=packing)

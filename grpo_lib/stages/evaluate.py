@@ -1,0 +1,50 @@
+"""`evaluate`: the base model and the trained one on the held-out prompts, by one engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_lib.config import RunConfig
+from grpo_lib.data.models import resolve_model_path
+from grpo_lib.data.store import read_prompts
+from grpo_lib.evaluate import EvaluationResult, evaluate_policy
+from grpo_lib.stages.live import live_engines
+from grpo_lib.stages.model_text import stop_token_ids, text_decoder
+from grpo_lib.stages.run_paths import RunPaths
+from grpo_lib.storage.local import LocalStore
+from grpo_lib.storage.rollouts import write_rollouts
+from grpo_lib.verifiers.pool import ProcessVerifierPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The table as plain data, and where the trained policy's samples are stored."""
+
+    evaluation: dict[str, Any]
+    rollouts: dict[str, Any]  # store reference
+
+
+def run(config: RunConfig, paths: RunPaths, *, policy_version: int) -> Evaluation:
+    """Evaluate before and after training with the same prompts and seeds.
+
+    Args:
+        policy_version: Of the exported model.
+    """
+    model_path = resolve_model_path(config.model.path)
+    prompts = read_prompts(paths.data, "heldout")
+    stops, decode = stop_token_ids(model_path), text_decoder(model_path)
+    with (
+        ProcessVerifierPool(config.verifier) as verifiers,
+        live_engines(config, model_path=model_path, policy_version=0) as engines,
+    ):
+        before = evaluate_policy(
+            engines, prompts, verifiers, decode, config, stop_token_ids=stops, run_seed=config.seed
+        )
+        engines.pause()
+        engines.load_weights(paths.export, policy_version)
+        engines.resume()
+        after = evaluate_policy(engines, prompts, verifiers, decode, config, stop_token_ids=stops, run_seed=config.seed)
+    result = EvaluationResult(before=before, after=after, config=config.evaluation, seed=config.seed)
+    ref = write_rollouts(LocalStore(paths.store), config.loop.steps, after.groups)
+    return Evaluation(evaluation=result.to_dict(), rollouts=ref.to_dict())

@@ -1,0 +1,134 @@
+"""`fit`: the GRPO loop on live parts, and what it leaves behind."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from grpo_lib import loop
+from grpo_lib.config import RunConfig
+from grpo_lib.data.models import resolve_model_path
+from grpo_lib.data.order import PromptStream
+from grpo_lib.data.store import read_prompts
+from grpo_lib.interfaces import Tracker
+from grpo_lib.loop import StepRecord
+from grpo_lib.pipeline import RolloutPipeline
+from grpo_lib.stages.live import LiveRun, live_run
+from grpo_lib.stages.model_text import stop_token_ids, text_decoder
+from grpo_lib.stages.recorder import DiskRecorder, checkpoints_of
+from grpo_lib.stages.run_paths import RunPaths
+from grpo_lib.timing import SPANS, StepTimer
+from grpo_lib.tracking import WandbTracker, read_metrics
+from grpo_lib.verifiers.pool import ProcessVerifierPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingResult:
+    """Where a finished `fit` left its results."""
+
+    steps: int
+    policy_version: int
+    start_s: float  # from entry to the first request for rollouts, initial weight sync included
+    spans_median_s: dict[str, float]  # by span name, warm steps
+    metrics: str  # JSON lines; the same rows stand in a Parquet file beside it
+    certificates: str
+    rollout_index: str
+    checkpoints: tuple[str, ...]
+    export: str  # trained model as a Hugging Face folder
+
+
+def run(
+    config: RunConfig,
+    paths: RunPaths,
+    *,
+    run_id: str,
+    on_step: Callable[[StepRecord], None] | None = None,
+    from_shards: bool = True,
+) -> TrainingResult:
+    """Train from the sharded base model to `loop.steps` and export the result.
+
+    Args:
+        run_id: Names the wandb run.
+        on_step: Told of every finished step.
+        from_shards: Start from `shard_model`'s checkpoint; else straight from the model folder.
+    """
+    entered = time.perf_counter()
+    model_path = resolve_model_path(config.model.path)
+    prompts = read_prompts(paths.data, "train")
+    stops = stop_token_ids(model_path)
+    first_step_at: list[float] = []
+    with (
+        ProcessVerifierPool(config.verifier) as verifiers,
+        live_run(
+            config,
+            model_path=model_path,
+            canary_prompts=prompts,
+            stop_token_ids=stops,
+            checkpoint=paths.shards if from_shards else None,
+        ) as live,
+        _recorder(config, paths, live, run_id, on_step) as recorder,
+    ):
+        pipeline = RolloutPipeline(
+            config=config,
+            engine=live.engines,
+            prompts=PromptStream(prompts, config.seed),
+            verifiers=verifiers,
+            decode=text_decoder(model_path),
+            stop_token_ids=stops,
+        )
+        state = loop.fit(
+            config,
+            trainer=live.trainer,
+            sync=live.sync,
+            pipeline=pipeline,
+            recorder=recorder,
+            timer=StepTimer(),
+            before_step=lambda _: first_step_at or first_step_at.append(time.perf_counter()),
+        )
+        live.trainer.export_hf(paths.export)
+        version = live.trainer.policy_version
+    return TrainingResult(
+        steps=state.steps_done,
+        policy_version=version,
+        start_s=first_step_at[0] - entered,
+        spans_median_s=_median_spans(paths),
+        metrics=str(paths.metrics),
+        certificates=str(paths.certificates),
+        rollout_index=str(paths.rollout_index),
+        checkpoints=tuple(str(path) for path in checkpoints_of(paths)),
+        export=str(paths.export),
+    )
+
+
+@contextmanager
+def _recorder(
+    config: RunConfig,
+    paths: RunPaths,
+    live: LiveRun,
+    run_id: str,
+    on_step: Callable[[StepRecord], None] | None,
+) -> Iterator[DiskRecorder]:
+    trackers: list[Tracker] = []
+    if config.tracking.wandb:
+        trackers.append(
+            WandbTracker(
+                project=config.tracking.project,
+                run_id=run_id,
+                config=config.model_dump(mode="json"),
+                directory=paths.tracking,
+            )
+        )
+    recorder = DiskRecorder(config, paths, trainer=live.trainer, trackers=trackers, on_step=on_step)
+    try:
+        yield recorder
+    finally:
+        recorder.close()
+
+
+def _median_spans(paths: RunPaths) -> dict[str, float]:
+    rows = list(read_metrics(paths.metrics))
+    warm = rows[min(5, len(rows) - 1) :]  # the first steps fill caches
+    return {name: statistics.median(row[f"time/{name}_s"] for row in warm) for name in (*SPANS, "other", "step")}

@@ -1,0 +1,111 @@
+"""`parity_report`: engine, trainer and a plain forward score the same stored tokens; the run's own record is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_lib.config import RunConfig
+from grpo_lib.data.models import resolve_model_path
+from grpo_lib.errors import ParityFailure
+from grpo_lib.parity.probe import ENGINE_SCORE, StoredLogprobs, probe
+from grpo_lib.parity.report import build_report, render, to_dict
+from grpo_lib.stages.live import live_parts
+from grpo_lib.stages.recorder import checkpoints_of, read_certificates
+from grpo_lib.stages.run_paths import RunPaths
+from grpo_lib.stages.scorers import ScoredBySequence, ScoredByTrainer
+from grpo_lib.storage.local import LocalStore
+from grpo_lib.storage.refs import StoreRef
+from grpo_lib.storage.rollouts import read_rollouts
+from grpo_lib.tracking import read_metrics
+from grpo_lib.trainers.hf_scorer import HfScorer
+from grpo_lib.types import ParityVerdict, RolloutGroup, ShardPlan
+
+_SHOWN_SAMPLES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredReport:
+    """The report and what its card shows, all plain data."""
+
+    parity: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+
+
+def run(
+    config: RunConfig,
+    paths: RunPaths,
+    *,
+    rollouts: Mapping[str, Any],
+    evaluation: Mapping[str, Any],
+    policy_version: int,
+    shard_plan: ShardPlan | None = None,
+) -> StoredReport:
+    """Probe on the trained policy's stored samples and judge the whole run. Nothing is raised for a FAIL.
+
+    Args:
+        rollouts: Store reference of samples drawn by `policy_version`.
+        evaluation: `EvaluationResult.to_dict()`.
+    """
+    groups = read_rollouts(LocalStore(paths.store), StoreRef.from_dict(rollouts)).groups
+    plain = HfScorer(paths.export, dtype=config.model.dtype, temperature=config.rollout.temperature)
+    metrics = list(read_metrics(paths.metrics))
+    with live_parts(
+        config,
+        trainer_model=resolve_model_path(config.model.path),
+        engine_model=paths.export,
+        checkpoint=checkpoints_of(paths)[-1],
+        engine_version=policy_version,
+    ) as (trainer, engines):
+        scorers = [
+            StoredLogprobs(),
+            ScoredBySequence(name=ENGINE_SCORE, scorer=engines),
+            ScoredByTrainer(name=config.trainer.backend, trainer=trainer, config=config.trainer),
+            ScoredBySequence(name="hf", scorer=plain),
+        ]
+        pairs = probe(groups, scorers, policy_version=policy_version, cap=config.algorithm.correction_cap)
+    report = build_report(
+        config,
+        pairs=pairs,
+        metrics=metrics,
+        certificates=read_certificates(paths.certificates),
+        evaluation=evaluation,
+        shard_plan=shard_plan,
+    )
+    return StoredReport(parity=to_dict(report), metrics=metrics, samples=_samples(groups))
+
+
+def summary(parity: Mapping[str, Any], evaluation: Mapping[str, Any]) -> str:
+    """The verdict table and the accuracies, for a terminal."""
+    lines = [render(parity), ""]
+    for name in ("sampled_pass_at_1", "greedy_pass_at_1"):
+        before, after, gain = (evaluation[part][name] for part in ("before", "after", "gain"))
+        lines.append(
+            f"{name:<18} {before['value']:.3f} -> {after['value']:.3f}   "
+            f"gain {gain['value']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}]"
+        )
+    return "\n".join(lines)
+
+
+def gate(parity: Mapping[str, Any]) -> None:
+    """Raise `ParityFailure` for a FAIL; an INCONCLUSIVE report is not a failure, and says what it lacks."""
+    failed = [check["name"] for check in parity["checks"] if check["verdict"] == ParityVerdict.FAIL]
+    if failed:
+        raise ParityFailure(f"{len(failed)} of {len(parity['checks'])} parity checks failed: {'; '.join(failed)}")
+
+
+def _samples(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
+    """One member of each of the first groups, for people."""
+    return [
+        {
+            "prompt": group.prompt.text,
+            "answer": group.prompt.answer,
+            "completion": rollout.text,
+            "reward": rollout.verdict.reward,
+            "finish": str(rollout.completion.finish_reason),
+        }
+        for group in groups[:_SHOWN_SAMPLES]
+        for rollout in group.rollouts[:1]
+    ]

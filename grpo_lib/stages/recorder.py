@@ -1,0 +1,132 @@
+"""What `fit` leaves behind on disk, written as it happens."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from grpo_lib.algo.advantages import GroupAssessment
+from grpo_lib.config import RunConfig
+from grpo_lib.errors import GrpoError
+from grpo_lib.interfaces import Tracker, TrainerGroup
+from grpo_lib.loop import StepRecord
+from grpo_lib.stages.run_paths import RunPaths
+from grpo_lib.storage.local import LocalStore
+from grpo_lib.storage.rollouts import write_rollouts
+from grpo_lib.tracking import MetricsFile
+from grpo_lib.types import CanaryResult, RolloutGroup, SyncCertificate
+
+log = logging.getLogger(__name__)
+
+_RECENT_STEPS = 20  # that the time left is estimated from
+
+
+class DiskRecorder:
+    """`RunRecorder`: metrics, certificates, rollouts and checkpoints of one run.
+
+    Args:
+        trainer: Whose state checkpoints hold.
+        trackers: Where metrics go besides the metrics file.
+        on_step: Told of every finished step.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        paths: RunPaths,
+        *,
+        trainer: TrainerGroup,
+        trackers: Sequence[Tracker] = (),
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self._config, self._paths, self._trainer = config, paths, trainer
+        self._trackers, self._on_step = tuple(trackers), on_step
+        self._store = LocalStore(paths.store)
+        self._metrics = MetricsFile(paths.metrics)
+        self._step_s: list[float] = []
+        self.started_first_rollout: float | None = None
+
+    def certificate(self, certificate: SyncCertificate) -> None:
+        _append(self._paths.certificates, asdict(certificate))
+
+    def rollouts(self, step: int, groups: tuple[RolloutGroup, ...], assessments: tuple[GroupAssessment, ...]) -> None:
+        ref = write_rollouts(self._store, step, groups, assessments)
+        _append(self._paths.rollout_index, {"step": step, **ref.to_dict()})
+
+    def checkpoint(self, step: int, prompt_state: dict[str, int], empty_steps: int) -> None:
+        """Complete or absent: a checkpoint is written beside its place and renamed into it."""
+        target = self._paths.checkpoints / f"step-{step:06d}"
+        partial = target.with_name(f".partial-{target.name}")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        self._trainer.save(partial)
+        state = {
+            "steps_done": step,
+            "empty_steps": empty_steps,
+            "policy_version": self._trainer.policy_version,
+            "prompts": prompt_state,
+        }
+        (partial / "loop.json").write_text(json.dumps(state))
+        partial.rename(target)
+        for old in checkpoints_of(self._paths)[: -self._config.loop.keep_checkpoints]:
+            shutil.rmtree(old)
+
+    def step(self, record: StepRecord) -> None:
+        row = {"step": record.step, "policy_version": record.policy_version, **record.metrics}
+        self._metrics.append(row)
+        for tracker in self._trackers:
+            tracker.log(record.step, record.metrics)
+        log.info(self._line(record))
+        if self._on_step is not None:
+            self._on_step(record)
+
+    def close(self) -> None:
+        """Write the metrics as Parquet too, and close the trackers."""
+        if self._metrics.path.exists():
+            self._metrics.write_parquet()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _line(self, record: StepRecord) -> str:
+        metrics = record.metrics
+        self._step_s.append(metrics["time/step_s"])
+        recent = self._step_s[-_RECENT_STEPS:]
+        left_s = (self._config.loop.steps - record.step) * sum(recent) / len(recent)
+        trained = (
+            f"loss {metrics['loss/policy']:+.4f}  grad {metrics['optim/grad_norm']:.3f}"
+            if record.applied
+            else "not applied: no group has any spread"
+        )
+        return (
+            f"step {record.step}/{self._config.loop.steps}  reward {metrics['reward/mean']:.3f}  {trained}  "
+            f"{metrics['time/step_s']:.2f} s  ETA {time.strftime('%H:%M:%S', time.gmtime(left_s))}"
+        )
+
+
+def checkpoints_of(paths: RunPaths) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    return sorted(paths.checkpoints.glob("step-*"))
+
+
+def read_certificates(path: Path) -> list[SyncCertificate]:
+    """Certificates of every push, in order."""
+    certificates = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(line).items()}
+        canary = fields.pop("canary")
+        certificates.append(SyncCertificate(**fields, canary=CanaryResult(**canary) if canary else None))
+    return certificates
+
+
+def _append(path: Path, row: dict[str, object]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise GrpoError(f"cannot write {path}: {error.strerror}; free space or choose another storage.root") from error

@@ -1,0 +1,138 @@
+"""One trainer rank inside its own process: backend, reference, weight sender. Imports are heavy, so they wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_lib.algo.losses import build_loss
+from grpo_lib.config import RunConfig
+from grpo_lib.distributed.process_group import Rendezvous, free_port, init_ranks
+from grpo_lib.types import PackedBatch, SenderReport, ShardedTensor, StepMetrics
+from grpo_lib.weight_sync.sender import EngineClient, WeightSender
+
+if TYPE_CHECKING:
+    import torch
+
+    from grpo_lib.interfaces import TrainerBackend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerRankFactory:
+    """Picklable recipe of one rank; the process that calls it hosts the rank.
+
+    Args:
+        model_path: Base model, a Hugging Face folder.
+        checkpoint: Sharded checkpoint to continue from; None starts from the base model.
+    """
+
+    config: RunConfig
+    model_path: Path
+    rank: int
+    checkpoint: Path | None = None
+
+    def __call__(self) -> TrainerRank:
+        return TrainerRank(self)
+
+
+class TrainerRank:
+    """Starts in two stages: the constructor is cheap, so that rank 0 can say where it listens; `setup` is not."""
+
+    def __init__(self, recipe: TrainerRankFactory) -> None:
+        self._recipe = recipe
+        self._rendezvous: Rendezvous | None = None
+        self._loss = build_loss(recipe.config.algorithm)
+
+    def listen_address(self) -> tuple[str, int]:
+        """(address, free port) on this rank's host."""
+        address = "127.0.0.1"
+        return address, free_port(address)
+
+    def setup(self, address: str, port: int) -> int:
+        """Join the other ranks and load the model; returns the policy version."""
+        recipe = self._recipe
+        deadlines = recipe.config.deadlines
+        self._rendezvous = init_ranks(
+            rank=recipe.rank,
+            world_size=recipe.config.trainer.num_ranks,
+            address=address,
+            port=port,
+            backend="nccl" if recipe.config.runtime.gpus_per_rank > 0 else "gloo",
+            timeout_s=deadlines.ranks_start_s,
+        )
+        self._backend = build_trainer(recipe.config, recipe.model_path, recipe.rank, trainable=True)
+        if recipe.checkpoint is not None:
+            self._backend.load(recipe.checkpoint)
+        self._reference = (
+            build_trainer(recipe.config, recipe.model_path, recipe.rank, trainable=False)
+            if recipe.config.algorithm.kl_beta > 0
+            else None
+        )
+        self._sender = WeightSender(self._backend, backend=recipe.config.weight_sync.backend, rank=recipe.rank)
+        return self._backend.policy_version
+
+    @property
+    def policy_version(self) -> int:
+        return self._backend.policy_version
+
+    def barrier(self, name: str, deadline_s: float) -> None:
+        assert self._rendezvous is not None, "setup comes first"
+        self._rendezvous.barrier(name, deadline_s=deadline_s)
+
+    def connect_sender(self, client: EngineClient | None, *, port: int, timeout_s: float) -> None:
+        self._sender.connect(client, port=port, timeout_s=timeout_s)
+
+    def push_weights(self, policy_version: int) -> SenderReport:
+        return self._sender.push(policy_version)
+
+    def forward_backward(self, micro_batches: Sequence[PackedBatch], *, loss_denominator: float) -> StepMetrics:
+        return self._backend.forward_backward(micro_batches, self._loss, loss_denominator=loss_denominator)
+
+    def optim_step(self) -> StepMetrics:
+        return self._backend.optim_step()
+
+    def zero_grad(self) -> None:
+        self._backend.zero_grad()
+
+    def logprobs(self, micro_batches: Sequence[PackedBatch], *, reference: bool = False) -> list[torch.Tensor]:
+        backend = self._backend
+        if reference:
+            assert self._reference is not None, "kl_beta is 0: no reference policy is loaded"
+            backend = self._reference
+        return [backend.logprobs(batch) for batch in micro_batches]
+
+    def save(self, path: Path) -> None:
+        self._backend.save(path)
+
+    def load(self, path: Path) -> None:
+        self._backend.load(path)
+
+    def export_hf(self, path: Path) -> None:
+        self._backend.export_hf(path)
+
+    def shard_report(self) -> tuple[ShardedTensor, ...]:
+        return self._backend.shard_report()
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+def build_trainer(config: RunConfig, model_path: Path, rank: int, *, trainable: bool) -> TrainerBackend:
+    """The configured backend on this rank. A new backend is one more line here."""
+    from grpo_lib.trainers.olmo_core import OlmoCoreTrainer
+
+    backends = {"olmo_core": OlmoCoreTrainer}
+    return backends[config.trainer.backend](
+        config=config.trainer,
+        model_path=model_path,
+        dtype=config.model.dtype,
+        temperature=config.rollout.temperature,
+        correction_cap=config.algorithm.correction_cap,
+        total_steps=config.loop.steps,
+        rank=rank,
+        world_size=config.trainer.num_ranks,
+        device="cuda" if config.runtime.gpus_per_rank > 0 else "cpu",
+        trainable=trainable,
+    )

@@ -1,0 +1,56 @@
+"""A plain Hugging Face forward: the judge that shares no code with trainer or engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+_BATCH_TOKENS = 16_384  # tokens per forward; bounds the logits
+
+
+class HfScorer:
+    """Scores each document alone, in fp32 log-softmax, with no packing, no cache and no mask.
+
+    Documents of one length share a forward, so that nothing is padded.
+
+    Args:
+        model_path: Hugging Face folder.
+        dtype: Weights and activations.
+        temperature: Logits are divided by it.
+    """
+
+    def __init__(self, model_path: Path, *, dtype: str, temperature: float) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype)).eval()
+        self._temperature = temperature
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[np.ndarray]:
+        """Log-probabilities of given tokens.
+
+        Args:
+            sequences: (token ids, number of prompt tokens) pairs.
+
+        Returns:
+            For each pair the [R] float32 log-probabilities of the tokens after the prompt.
+        """
+        by_length: dict[int, list[int]] = {}
+        for index, (token_ids, _) in enumerate(sequences):
+            by_length.setdefault(len(token_ids), []).append(index)
+        scores: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
+        for length, indices in by_length.items():
+            per_forward = max(1, _BATCH_TOKENS // length)
+            for start in range(0, len(indices), per_forward):
+                chunk = indices[start : start + per_forward]
+                logprobs = self._forward(torch.tensor([list(sequences[i][0]) for i in chunk]))
+                for row, index in zip(logprobs, chunk, strict=True):
+                    scores[index] = row[sequences[index][1] - 1 :].numpy()
+        return scores
+
+    def _forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[B, L] ids → [B, L - 1] float32: entry t is the log-probability of token t + 1."""
+        logits = self._model(input_ids=token_ids, use_cache=False).logits[:, :-1].float() / self._temperature
+        return logits.log_softmax(-1).gather(-1, token_ids[:, 1:, None])[..., 0]
