@@ -1,0 +1,405 @@
+"""A vLLM engine in this process, stepped by one thread that nothing else may enter."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from grpo_lib.config import RolloutConfig
+from grpo_lib.errors import DataError, WeightSyncError
+from grpo_lib.rollout.command_loop import CommandLoop
+from grpo_lib.rollout.model_folder import ModelFolder, open_model_folder
+from grpo_lib.rollout.options import engine_arguments, import_architecture, prepare_process
+from grpo_lib.rollout.vllm_requests import (
+    InFlight,
+    InFlightScore,
+    RequestLimits,
+    finish_reason,
+    flat_values,
+    sampling_params,
+    scoring_params,
+)
+from grpo_lib.types import Completion, FinishReason, GenerationRequest, WeightReceipt
+
+if TYPE_CHECKING:
+    import vllm
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+_CLOSE_TIMEOUT_S = 30.0  # longest iteration or command that `close` waits out
+
+
+class EngineState(StrEnum):
+    """`UPDATING` from the start of a weight update until its policy version is committed."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    UPDATING = "updating"
+    CLOSED = "closed"
+
+
+class IllegalTransition(RuntimeError):
+    """A call that the engine's state does not allow."""
+
+
+class VllmEngine:
+    """`RolloutEngine` on vLLM's synchronous engine; owns its process' torch settings.
+
+    One thread steps vLLM; every other call is a command that it runs between two steps, so a pause never cuts a step
+    in half and weights never change inside one. The states are RUNNING → PAUSED → UPDATING → PAUSED → RUNNING.
+
+    A weight update drops the prefix cache and recomputes the keys and values of requests in flight when they go on:
+    every token's log-probability is that of the version in its span, given the tokens before it. An update that fails
+    half-way leaves undefined weights; the engine is then as dead as after a failed step.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_path: Path,
+        config: RolloutConfig,
+        dtype: str,
+        transfer_backend: str,
+        max_model_len: int,
+        policy_version: int = 0,
+        threads: int = 1,
+        name: str = "engine",
+    ) -> None:
+        """Load the model and warm up; returns when the engine can serve.
+
+        Args:
+            transfer_backend: vLLM weight-transfer backend: ``"cpu_gloo"``, ``"nccl"`` or ``"ipc"``.
+            max_model_len: Longest prompt and response together, in tokens.
+            policy_version: Version of the folder's weights.
+            threads: Math threads of this process.
+            name: How errors call this engine.
+
+        Raises:
+            DataError: the folder lacks weights or does not fit its config.
+        """
+        prepare_process(threads)
+        self._name, self._config = name, config
+        self._folder = open_model_folder(model_path)
+        self._limits = _limits(self._folder, config, max_model_len)
+        self._policy_version = policy_version
+        self._state = EngineState.RUNNING
+        self._in_flight: dict[str, InFlight] = {}
+        self._scores: dict[str, InFlightScore] = {}
+        self._score_ids = itertools.count()
+        self._receipts: tuple[WeightReceipt, ...] = ()
+        self._finished: list[Completion] = []
+        self._arrived = threading.Condition()  # guards `_finished`, `_in_flight` and `_state`
+        self._loop = CommandLoop(name, iterate=self._step, has_work=self._has_work, on_failure=self._give_up)
+        self._loop.start()
+        self._llm: LLMEngine = self._loop.call(lambda: self._build(dtype, transfer_backend, threads), fatal=True)
+
+    # -- generating ------------------------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            self._limits.check(request)
+        with self._arrived:
+            self._require("submit", EngineState.RUNNING)
+            taken = self._in_flight.keys() | {completion.request_id for completion in self._finished}
+            for request in requests:
+                if request.request_id in taken:
+                    raise ValueError(f"{self._name}: request id {request.request_id!r} is already in flight")
+                taken.add(request.request_id)
+            flights = [InFlight(request=request) for request in requests]
+            self._in_flight.update((flight.request.request_id, flight) for flight in flights)
+        self._loop.post(lambda: self._admit(flights), fatal=True)
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        with self._arrived:
+            self._arrived.wait_for(
+                lambda: self._finished or self._loop.has_failed or self._state is EngineState.CLOSED, timeout_s
+            )
+            self._loop.check()
+            if self._state is EngineState.CLOSED:
+                raise IllegalTransition(f"{self._name} is closed")
+            finished, self._finished = self._finished, []
+            return finished
+
+    def abort(self, request_ids: Iterable[str]) -> list[Completion]:
+        """Cancel requests and return what they had: fragments, or whole completions that no poll has taken yet.
+
+        Afterwards no poll returns them. Unknown ids are ignored: their completions were polled before.
+        """
+        wanted = frozenset(request_ids)
+        return self._loop.call(lambda: self._abort(wanted), fatal=True)
+
+    def score(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[np.ndarray]:
+        if self._config.temperature != 1.0:
+            raise ValueError(
+                f"{self._name} samples at rollout.temperature={self._config.temperature}, but vLLM scores given tokens "
+                "at temperature 1 only; score with the trainer, or run at temperature 1"
+            )
+        self._require("score", EngineState.RUNNING)
+        for index, (token_ids, num_prompt_tokens) in enumerate(sequences):
+            self._limits.check_tokens(f"sequence {index}", token_ids)
+            if not 1 <= num_prompt_tokens < len(token_ids) <= self._limits.max_model_len:
+                raise ValueError(
+                    f"sequence {index}: {len(token_ids)} tokens, {num_prompt_tokens} of them prompt; needs at least "
+                    f"one of each and at most the engine's {self._limits.max_model_len} in all"
+                )
+        futures = self._loop.call(lambda: self._admit_scores(sequences), fatal=True)
+        return [future.result() for future in futures]
+
+    # -- pausing and weights ---------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Stop stepping; pausing a paused engine changes nothing."""
+        self._transition("pause", {EngineState.RUNNING, EngineState.PAUSED}, EngineState.PAUSED)
+
+    def resume(self) -> None:
+        self._transition("resume", {EngineState.PAUSED}, EngineState.RUNNING)
+
+    def load_weights(self, path: Path, policy_version: int) -> None:
+        folder = open_model_folder(path)
+        if folder.tensor_shapes != self._folder.tensor_shapes:
+            raise DataError(
+                f"{path} does not hold the tensors that {self._folder.path} has, so {self._name} cannot load it"
+            )
+        self._begin_update("load_weights")
+        self._weight_call("reload_weights", weights_path=str(path))
+        self._end_update()
+        (receipt, *_) = self.commit_weights(policy_version)
+        lost = sorted(self.checkpoint_names() - receipt.checksums.keys())
+        if lost or receipt.unloaded:
+            raise WeightSyncError(f"{self._name}: loading {path} left out {lost or receipt.unloaded}")
+
+    def checkpoint_names(self) -> frozenset[str]:
+        """Hugging Face names that a complete update must bring; a head tied to the embeddings is not one of them."""
+        return frozenset(self._folder.tensor_shapes)
+
+    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+        """Join the transfer channel: ``{"init_info": {…}}`` as the backend wants it. Blocks until all have joined."""
+        self._require("init_weight_transfer_engine", EngineState.RUNNING, EngineState.PAUSED)
+        self._loop.call(
+            lambda: self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": request["init_info"]})
+        )
+
+    def start_weight_update(self) -> None:
+        self._begin_update("start_weight_update")
+        self._weight_call("start_weight_update")
+
+    def update_weights(self, request: dict[str, Any]) -> None:
+        """Receive one ``{"update_info": {…}}``; every backend has this one form."""
+        self._require("update_weights", EngineState.UPDATING)
+        self._weight_call("update_weights", update_info=request["update_info"])
+
+    def finish_weight_update(self) -> None:
+        self._require("finish_weight_update", EngineState.UPDATING)
+        self._weight_call("finish_weight_update")
+        self._end_update()
+
+    def commit_weights(self, policy_version: int) -> tuple[WeightReceipt, ...]:
+        """Give the finished update its version and return what each worker received."""
+        return self._loop.call(lambda: self._commit(policy_version))
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Leave the transfer channel; weights stay as they are."""
+        self._require("shutdown_weight_transfer_engine", EngineState.RUNNING, EngineState.PAUSED)
+        self._loop.call(lambda: self._llm.collective_rpc("shutdown_weight_transfer_engine"))
+
+    def close(self) -> None:
+        """Shut vLLM down; requests in flight are lost. A second call does nothing."""
+        with self._arrived:
+            if self._state is EngineState.CLOSED:
+                return
+            self._state = EngineState.CLOSED
+            self._arrived.notify_all()
+        if not self._loop.has_failed:
+            self._loop.post(self._shut_down)
+        self._loop.stop(_CLOSE_TIMEOUT_S)
+        self._give_up(IllegalTransition(f"{self._name} was closed"))
+
+    # -- in the loop's thread --------------------------------------------------------------------------------------
+
+    def _build(self, dtype: str, transfer_backend: str, threads: int) -> LLMEngine:
+        import torch
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        import_architecture(self._folder.path)
+        arguments = engine_arguments(
+            model_path=self._folder.path,
+            config=self._config,
+            dtype=dtype,
+            transfer_backend=transfer_backend,
+            max_model_len=_vllm_length(self._folder, self._limits.max_model_len),
+        )
+        torch.set_num_threads(threads)  # counted per thread, and vLLM forbids it once it runs
+        llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        _warm_up(llm, prompt=[0] * min(4, self._limits.max_model_len - 1))
+        return llm
+
+    def _has_work(self) -> bool:
+        return self._state is EngineState.RUNNING and bool(self._in_flight or self._scores)
+
+    def _admit(self, flights: Sequence[InFlight]) -> None:
+        for flight in flights:
+            request = flight.request
+            self._add(request.request_id, request.prompt_token_ids, sampling_params(request.sampling, request.seed))
+
+    def _admit_scores(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[Future[np.ndarray]]:
+        futures: list[Future[np.ndarray]] = []
+        for token_ids, num_prompt_tokens in sequences:
+            score = InFlightScore(num_prompt_tokens=num_prompt_tokens, future=Future())
+            key = f"\0score-{next(self._score_ids)}"  # no request id of a caller starts with NUL
+            self._scores[key] = score
+            futures.append(score.future)
+            self._add(key, token_ids, scoring_params())
+        return futures
+
+    def _add(self, request_id: str, token_ids: Sequence[int], params: vllm.SamplingParams) -> None:
+        self._llm.add_request(request_id, {"type": "token", "prompt_token_ids": list(token_ids)}, params)
+
+    def _step(self) -> None:
+        done: list[Completion] = []
+        outputs: list[Any] = self._llm.step()  # of sampled requests only; pooling ones are never added
+        for output in outputs:
+            if not output.finished:
+                continue
+            if (score := self._scores.pop(output.request_id, None)) is not None:
+                values = np.asarray(flat_values(output.prompt_logprobs, len(output.prompt_token_ids) - 1), np.float32)
+                score.future.set_result(values[score.num_prompt_tokens - 1 :])
+                continue
+            (sample,) = output.outputs
+            flight = self._in_flight[output.request_id]
+            logprobs = flat_values(sample.logprobs, len(sample.token_ids))
+            reason = finish_reason(sample.finish_reason)
+            done.append(flight.completion(sample.token_ids, logprobs, reason, self._policy_version))
+        if done:
+            self._deliver(done)
+
+    def _deliver(self, done: Sequence[Completion]) -> None:
+        with self._arrived:
+            for completion in done:
+                del self._in_flight[completion.request_id]
+            self._finished.extend(done)
+            self._arrived.notify_all()
+
+    def _abort(self, wanted: frozenset[str]) -> list[Completion]:
+        fragments: list[Completion] = []
+        for flight, state in self._progress():
+            if flight.request.request_id not in wanted:
+                continue
+            token_ids = list(state.detokenizer.output_token_ids)
+            logprobs = flat_values(state.logprobs_processor.logprobs, len(token_ids))
+            fragments.append(flight.completion(token_ids, logprobs, FinishReason.ABORT, self._policy_version))
+        self._llm.abort_request([fragment.request_id for fragment in fragments])
+        with self._arrived:
+            for fragment in fragments:
+                del self._in_flight[fragment.request_id]
+            whole = [completion for completion in self._finished if completion.request_id in wanted]
+            self._finished = [completion for completion in self._finished if completion.request_id not in wanted]
+        return whole + fragments
+
+    def _commit(self, policy_version: int) -> tuple[WeightReceipt, ...]:
+        self._require("commit_weights", EngineState.UPDATING)
+        if not self._receipts:
+            raise IllegalTransition(f"{self._name}: commit_weights before the update has finished")
+        for flight, state in self._progress():
+            flight.marks.append((self._policy_version, state.detokenizer.num_output_tokens()))
+        self._policy_version = policy_version
+        self._set_state(EngineState.PAUSED)
+        receipts, self._receipts = self._receipts, ()
+        return receipts
+
+    def _progress(self) -> Iterator[tuple[InFlight, Any]]:
+        """Unfinished requests with vLLM's own record of them, which no output shows before the end."""
+        for state in list(self._llm.output_processor.request_states.values()):
+            flight = self._in_flight.get(state.external_req_id)
+            if flight is not None:  # else a sequence being scored
+                yield flight, state
+
+    def _shut_down(self) -> None:
+        self._llm.engine_core.shutdown()
+
+    # -- states ----------------------------------------------------------------------------------------------------
+
+    def _begin_update(self, call: str) -> None:
+        self._transition(call, {EngineState.PAUSED}, EngineState.UPDATING)
+        self._weight_call("open_weight_tap")
+
+    def _weight_call(self, method: str, **kwargs: Any) -> list[Any]:
+        return self._loop.call(lambda: self._llm.collective_rpc(method, kwargs=kwargs), fatal=True)
+
+    def _end_update(self) -> None:
+        def end() -> None:
+            self._receipts = tuple(self._llm.collective_rpc("close_weight_tap"))
+            # Requests in flight hold cache blocks: without `reset_running_requests` vLLM would keep the whole cache.
+            if not self._llm.reset_prefix_cache(reset_running_requests=True):
+                raise WeightSyncError(f"{self._name}: vLLM did not drop its prefix cache after a weight update")
+
+        self._loop.call(end, fatal=True)
+
+    def _transition(self, call: str, allowed: set[EngineState], target: EngineState) -> None:
+        def move() -> None:
+            self._require(call, *allowed)
+            self._set_state(target)
+
+        self._loop.call(move)
+
+    def _set_state(self, state: EngineState) -> None:
+        with self._arrived:
+            if self._state is not EngineState.CLOSED:
+                self._state = state
+
+    def _require(self, call: str, *allowed: EngineState) -> None:
+        self._loop.check()
+        if self._state not in allowed:
+            raise IllegalTransition(
+                f"{self._name} is {self._state}; {call} is legal only while {' or '.join(sorted(allowed))}"
+            )
+
+    def _give_up(self, failure: Exception) -> None:
+        """Nothing will finish any more: wake everybody who waits."""
+        with self._arrived:
+            scores, self._scores = self._scores, {}
+            for score in scores.values():
+                score.future.set_exception(failure)
+            self._arrived.notify_all()
+
+
+def _limits(folder: ModelFolder, config: RolloutConfig, max_model_len: int) -> RequestLimits:
+    if folder.max_positions is not None and max_model_len > folder.max_positions:
+        raise ValueError(
+            f"prompt and response need {max_model_len} positions, but {folder.path} has {folder.max_positions}; "
+            "lower rollout.max_tokens or data.max_prompt_tokens"
+        )
+    return RequestLimits(max_model_len=max_model_len, vocab_size=folder.vocab_size, temperature=config.temperature)
+
+
+def _vllm_length(folder: ModelFolder, max_model_len: int) -> int:
+    """One token more than asked for where the architecture has it: scoring a full sequence samples one in addition."""
+    return max_model_len + (folder.max_positions is None or max_model_len < folder.max_positions)
+
+
+def _warm_up(llm: LLMEngine, prompt: list[int]) -> None:
+    """Run one sampled request and one scored one, so that the first real one finds everything loaded."""
+    import vllm
+
+    for name, params in (
+        ("sample", vllm.SamplingParams(max_tokens=1, seed=0, logprobs=0, flat_logprobs=True, detokenize=False)),
+        ("score", scoring_params()),
+    ):
+        llm.add_request(f"warm-up-{name}", {"type": "token", "prompt_token_ids": list(prompt)}, params)
+    while llm.has_unfinished_requests():
+        llm.step()
+    llm.reset_prefix_cache()

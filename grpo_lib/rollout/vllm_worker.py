@@ -1,0 +1,72 @@
+"""What a vLLM worker really receives during a weight update, whichever way it travels.
+
+Every transfer backend of vLLM ends in the model's `load_weights`, so that is where the tap sits: behind the wire and
+before the model's own fusing and repacking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from grpo_lib.algo.checksum import tensor_checksum
+from grpo_lib.errors import WeightSyncError
+from grpo_lib.types import WeightReceipt
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tap:
+    """What has passed since the update began."""
+
+    parameters: frozenset[str]  # of this worker's model, fused as vLLM fuses them
+    loaded: set[str] = field(default_factory=set)  # those that `load_weights` says it has filled
+    checksums: dict[str, int] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    def through(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if name in self.checksums:
+                raise WeightSyncError(f"weight update: {name} arrived twice")
+            self.checksums[name] = tensor_checksum(tensor)
+            self.num_bytes += tensor.numel() * tensor.element_size()
+            yield name, tensor
+
+
+class WeightTap:
+    """Mixed into vLLM's worker class through `worker_extension_cls`; called by `collective_rpc`."""
+
+    model_runner: Any  # the worker's own
+    _weight_tap: _Tap | None = None
+
+    def open_weight_tap(self) -> None:
+        """Watch what the model loads from now on."""
+        model = self.model_runner.get_model()
+        tap = _Tap(parameters=frozenset(name for name, _ in model.named_parameters()))
+        load = model.load_weights
+
+        def tapped(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> set[str]:
+            loaded = load(tap.through(weights), *args, **kwargs)
+            if loaded is None:
+                raise WeightSyncError(
+                    f"{type(model).__name__}.load_weights does not say which parameters it loaded, "
+                    "so an incomplete update of this architecture could not be noticed"
+                )
+            tap.loaded |= loaded
+            return loaded
+
+        model.load_weights = tapped  # an instance attribute: hides the class's method until the tap is closed
+        self._weight_tap = tap
+
+    def close_weight_tap(self) -> WeightReceipt:
+        """Stop watching and report."""
+        tap = self._weight_tap
+        assert tap is not None, "close_weight_tap without open_weight_tap"
+        self._weight_tap = None
+        del self.model_runner.get_model().load_weights
+        return WeightReceipt(
+            checksums=tap.checksums, num_bytes=tap.num_bytes, unloaded=tuple(sorted(tap.parameters - tap.loaded))
+        )
