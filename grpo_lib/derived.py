@@ -7,41 +7,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_lib.config import RunConfig
+from grpo_lib.data.models import ModelFacts
 
 MIB = 1 << 20
-SUPPORTED_FAMILIES = ("qwen3", "llama", "olmo2")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 # Resident size of a process that has imported its libraries and holds no model, measured on CPU builds.
 _DRIVER_PROCESS_BYTES = 600 * MIB
 _RANK_PROCESS_BYTES = 750 * MIB
 _ENGINE_PROCESS_BYTES = 1000 * MIB
 _RAY_DAEMONS_BYTES = 700 * MIB  # head node: gcs server, raylet, agents
-
-
-class ModelFacts(Protocol):
-    """What a model folder says about itself, read from its config and tensor headers."""
-
-    @property
-    def model_type(self) -> str: ...
-    @property
-    def num_parameters(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def max_position(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,11 +143,6 @@ def model_problems(config: RunConfig, facts: ModelFacts) -> list[str]:
     """Rules between a configuration and its model, in the form of `rules.RULES`."""
     problems = []
     shown = f"model.path ({config.model.path})"
-    if facts.model_type not in SUPPORTED_FAMILIES:
-        problems.append(
-            f"{shown} is of the family {facts.model_type!r}; trainer.backend ({config.trainer.backend}) maps the "
-            f"names of {', '.join(SUPPORTED_FAMILIES)} only, and an unmapped tensor would never reach the engine"
-        )
     tokens = config.data.max_prompt_tokens + config.rollout.max_tokens
     if tokens > facts.max_position:
         problems.append(
@@ -231,6 +203,11 @@ def engine_memory(config: RunConfig, facts: ModelFacts) -> EngineMemory:
         kv_cache=0 if config.runtime.gpus_per_engine > 0 else config.rollout.kv_cache_mib * MIB,
         logits=2 * 4 * config.rollout.max_num_seqs * facts.vocab_size,
     )
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes for people, e.g. ``"3.2 GiB"`` or ``"12.5 MiB"``."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _packs(samples: int, sample_tokens: int, pack_length: int) -> Bounds:

@@ -16,7 +16,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from grpo_lib.config import RunConfig
-from grpo_lib.derived import Derived, ModelFacts, derive, model_problems
+from grpo_lib.data.models import ModelFacts
+from grpo_lib.derived import Derived, derive, gib, model_problems
 from grpo_lib.errors import ConfigError, PreflightError
 
 AVAILABLE_TRAINERS = ("olmo_core",)
@@ -158,11 +159,6 @@ def installed(package: Package) -> tuple[str, str | None, str]:
 
 def _alternatives(package: Package) -> tuple[str, None]:
     return " or ".join(f"{name} {wanted}" for name, wanted in package.names), None
-
-
-def gib(num_bytes: float) -> str:
-    """Bytes for people, e.g. ``"3.2 GiB"`` or ``"12.5 MiB"``."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _budget(config: RunConfig, per_rank: float, per_engine: float) -> str:

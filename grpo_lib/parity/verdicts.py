@@ -9,6 +9,7 @@
 | sharded checkpoint | tensors that differ from the source | 0 | 1 tensor |
 | weight sync | certificates that are not ok, versions without one | 0 | 1 push with a decode canary |
 | one optimiser step per step | steps that broke it, or moved no weight | 0 | 1 applied step |
+| learning rate is the configured one | steps off the schedule | 0 | 1 applied step |
 | time adds up | share of the step that no span claims | 0.02 | 1 step |
 | finite metrics | values of applied steps that are not numbers | 0 | 1 applied step |
 | evaluation above zero | 1 where sampled pass@1 is exactly 0 | 0 | 1 judged sample |
@@ -24,12 +25,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_lib.config import ParityConfig
+from grpo_lib.config import ParityConfig, TrainerConfig
 from grpo_lib.parity.probe import ENGINE_DECODE, ENGINE_SCORE, PairStatistics, poisson_interval
 from grpo_lib.timing import SPANS
 from grpo_lib.types import ParityCheck, ParityVerdict, ShardPlan, SyncCertificate
 
 UNCLAIMED_TIME = 0.02
+_RATE_TOLERANCE = 1e-9
 
 MetricRow = Mapping[str, Any]  # one step of the metrics file; None where nothing was observed
 
@@ -199,6 +201,37 @@ def learning_check(rows: Sequence[MetricRow]) -> ParityCheck:
         num_observations=applied_steps,
         needed=1,
         evidence=_listed(broken) if broken else f"{applied_steps:,} of {len(rows):,} steps applied, all moved weights",
+    )
+
+
+def schedule_check(rows: Sequence[MetricRow], config: TrainerConfig) -> ParityCheck:
+    """Warm-up rises to the peak; then `constant` stays there exactly, and a decay never rises again.
+
+    Written against the meaning of the names and not against the trainer's formula: a trainer that did not know
+    `constant` once decayed to zero instead.
+    """
+    broken = []
+    previous = 0.0
+    for row in _applied(rows):
+        rate, done = row.get("optim/lr") or 0.0, row["policy_version"] - 1
+        if done < config.warmup_steps:
+            fits = previous < rate <= config.learning_rate * (1 + _RATE_TOLERANCE)
+        elif config.lr_scheduler == "constant":
+            fits = math.isclose(rate, config.learning_rate, rel_tol=_RATE_TOLERANCE)
+        else:
+            ceiling = config.learning_rate if done <= config.warmup_steps else previous
+            fits = 0 < rate <= ceiling * (1 + _RATE_TOLERANCE)
+        if not fits:
+            broken.append(f"{rate:.4g} in step {row['step']}")
+        previous = rate
+    return _check(
+        "learning rate is the configured one",
+        len(broken),
+        0.0,
+        num_observations=len(_applied(rows)),
+        needed=1,
+        evidence=f"{config.lr_scheduler} at {config.learning_rate:g}, {config.warmup_steps} warm-up steps; "
+        f"off: {_listed(broken)}",
     )
 
 

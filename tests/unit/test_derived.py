@@ -1,41 +1,31 @@
 """Derived quantities against figures worked by hand, and bounds against the packer itself."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from grpo_lib.algo.packing import fit_rows
 from grpo_lib.config import RunConfig, resolve
+from grpo_lib.data.models import ModelFacts, inspect_model, resolve_model_path
 from grpo_lib.derived import Bounds, derive, kv_bytes_per_token, model_problems, rank_memory
 
 RECIPE = "embedded_addition"
 
 
-@dataclass(frozen=True)
-class Facts:
-    """A Qwen3-4B-like model unless said otherwise."""
-
-    model_type: str = "qwen3"
-    num_parameters: int = 4_000_000_000
-    vocab_size: int = 151_936
-    num_layers: int = 36
-    hidden_size: int = 2560
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    max_position: int = 40_960
-
-
-TINY = Facts(
-    num_parameters=220_000,
-    vocab_size=264,
-    num_layers=3,
-    hidden_size=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    max_position=256,
+SHIPPED = inspect_model(resolve_model_path("builtin:tiny_qwen3"))
+TINY = replace(SHIPPED, num_parameters=220_000)  # a round number to calculate with
+QWEN_4B = replace(
+    SHIPPED,
+    num_parameters=4_000_000_000,
+    vocab_size=151_936,
+    num_layers=36,
+    hidden_size=2560,
+    intermediate_size=9728,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position=40_960,
 )
 
 
@@ -89,7 +79,7 @@ def test_rank_memory_of_a_large_model_worked_by_hand() -> None:
     config = RunConfig.model_validate(
         embedded().model_dump() | {"trainer": {"num_ranks": 4, "pack_length": 10_240, "logprob_chunk_tokens": 1024}}
     )
-    memory = rank_memory(config, Facts())
+    memory = rank_memory(config, QWEN_4B)
     assert memory.parameters == memory.gradients == 4 * 1_000_000_000
     assert memory.optimizer == 8 * 1_000_000_000
     assert memory.logits == 3 * 4 * 1024 * 151_936
@@ -103,13 +93,13 @@ def test_kv_bytes_of_known_models() -> None:
     """Keys and values x layers x heads x head_dim x bytes; 147 456 bytes a token is Qwen3-4B in bfloat16."""
     assert kv_bytes_per_token(embedded(), TINY) == 2 * 3 * 2 * 64 * 4
     bf16 = embedded("model.dtype=bfloat16", "weight_sync.canary_tolerance=0.1", "parity.max_abs=0.1")
-    assert kv_bytes_per_token(bf16, Facts()) == 147_456
+    assert kv_bytes_per_token(bf16, QWEN_4B) == 147_456
 
 
 def test_engines_and_ranks_on_gpus_leave_the_host_their_processes() -> None:
-    on_cpu = derive(embedded(), Facts())
+    on_cpu = derive(embedded(), QWEN_4B)
     gpu = embedded("runtime.gpus_per_rank=1", "runtime.gpus_per_engine=1", "weight_sync.backend=nccl")
-    on_gpu = derive(gpu, Facts())
+    on_gpu = derive(gpu, QWEN_4B)
     assert on_cpu.host_memory_bytes - on_gpu.host_memory_bytes == (
         2 * on_cpu.rank_memory.device + on_cpu.engine_memory.device
     )
@@ -118,11 +108,11 @@ def test_engines_and_ranks_on_gpus_leave_the_host_their_processes() -> None:
 
 
 def test_disk_grows_with_kept_checkpoints_and_steps() -> None:
-    base = derive(embedded(), Facts())
+    base = derive(embedded(), QWEN_4B)
     assert base.checkpoint_bytes == 48_000_000_000  # fp32 weights and two moments
-    more = derive(embedded("loop.keep_checkpoints=3"), Facts())
+    more = derive(embedded("loop.keep_checkpoints=3"), QWEN_4B)
     assert more.disk_bytes - base.disk_bytes == base.checkpoint_bytes
-    assert derive(embedded("loop.steps=300"), Facts()).disk_bytes > base.disk_bytes
+    assert derive(embedded("loop.steps=300"), QWEN_4B).disk_bytes > base.disk_bytes
 
 
 def test_plain_values_carry_the_totals() -> None:
@@ -135,7 +125,6 @@ def test_plain_values_carry_the_totals() -> None:
 @pytest.mark.parametrize(
     ("facts", "overrides", "parts"),
     [
-        (replace(TINY, model_type="gpt2"), [], ["'gpt2'", "qwen3, llama, olmo2"]),
         (
             replace(TINY, max_position=20),
             [],
@@ -146,15 +135,16 @@ def test_plain_values_carry_the_totals() -> None:
             ["rollout.tensor_parallel_size=2", "runtime.gpus_per_engine=2", "runtime.gpus_per_rank=1"],
             ["rollout.tensor_parallel_size (2)", "3 attention heads"],
         ),
-        (Facts(), ["rollout.kv_cache_mib=6"], ["rollout.kv_cache_mib (6)", "22 tokens", "at least 7"]),
+        (QWEN_4B, ["rollout.kv_cache_mib=6"], ["rollout.kv_cache_mib (6)", "22 tokens", "at least 7"]),
     ],
 )
-def test_problems_between_model_and_configuration(facts: Facts, overrides: list[str], parts: list[str]) -> None:
+def test_problems_between_model_and_configuration(facts: ModelFacts, overrides: list[str], parts: list[str]) -> None:
     transfer = ["weight_sync.backend=nccl"] if len(overrides) == 3 else []
     (message,) = model_problems(embedded(*overrides, *transfer), facts)
     assert [part for part in parts if part not in message] == []
 
 
 def test_a_fitting_model_has_no_problems() -> None:
+    assert model_problems(embedded(), SHIPPED) == []
     assert model_problems(embedded(), TINY) == []
-    assert model_problems(embedded(), Facts()) == []
+    assert model_problems(embedded(), QWEN_4B) == []

@@ -59,7 +59,7 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
         "optim/weights_moved": 1.0,
         "loss/policy": 0.1,
     }
-    counts = {"mismatch/tis_clip_count": 0.0, "batch/trained_tokens": 800.0}
+    counts = {"mismatch/tis_clip_count": 0.0, "batch/trained_tokens": 800.0, "optim/lr": RUN.trainer.learning_rate}
     return {**values, **counts, **times, "time/other_s": 0.005, "time/step_s": 0.5, **changes}
 
 
@@ -260,6 +260,33 @@ def test_a_step_that_was_not_applied_must_leave_the_version_alone() -> None:
     assert check.num_observations == 2
     assert verdicts.finite_check([row(1), idle]).verdict is PASS
     assert verdicts.learning_check([idle]).verdict is INCONCLUSIVE
+
+
+def rated(*rates: float) -> list[dict[str, Any]]:
+    return [row(step, **{"optim/lr": rate}) for step, rate in enumerate(rates, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "warmup", "rates", "verdict"),
+    [
+        ("constant", 0, [1.0, 1.0, 1.0, 1.0], PASS),
+        ("constant", 0, [1.0, 0.75, 0.5, 0.25], FAIL),  # fell through to a linear decay
+        ("constant", 2, [0.5, 1.0, 1.0, 1.0], PASS),
+        ("constant", 2, [1.0, 1.0, 1.0, 1.0], FAIL),  # no warm-up
+        ("constant", 0, [2.0, 2.0, 2.0, 2.0], FAIL),
+        ("linear", 1, [1.0, 1.0, 0.6, 0.3], PASS),
+        ("cosine", 0, [1.0, 0.9, 0.5, 0.1], PASS),
+        ("cosine", 0, [1.0, 0.5, 0.6, 0.1], FAIL),
+        ("linear", 0, [1.0, 0.5, 0.0, 0.0], FAIL),  # the last steps would not learn
+    ],
+)
+def test_learning_rate_follows_its_name(
+    scheduler: str, warmup: int, rates: list[float], verdict: ParityVerdict
+) -> None:
+    config = RUN.trainer.model_copy(update={"learning_rate": 1.0, "lr_scheduler": scheduler, "warmup_steps": warmup})
+    assert verdicts.schedule_check(rated(*rates), config).verdict is verdict
+    idle = row(9, policy_version=len(rates), **{"optim/applied": 0.0, "optim/lr": None})
+    assert verdicts.schedule_check([*rated(*rates), idle], config).verdict is verdict
 
 
 def test_time_that_nobody_claims() -> None:

@@ -13,9 +13,10 @@ from packaging.specifiers import SpecifierSet
 
 from grpo_lib import preflight
 from grpo_lib.config import RunConfig, resolve
+from grpo_lib.data.models import ModelFacts
 from grpo_lib.errors import ConfigError, PreflightError
 from grpo_lib.preflight import PACKAGES, Machine, Package, check_machine, installed, run_preflight, visible_gpus
-from tests.unit.test_derived import TINY, Facts
+from tests.unit.test_derived import QWEN_4B, TINY
 
 GIB = 1 << 30
 LARGE = Machine(cpus=2, memory_available_bytes=16 * GIB, memory_total_bytes=24 * GIB, gpus=0, disk_free_bytes=100 * GIB)
@@ -25,7 +26,7 @@ def embedded(*overrides: str) -> RunConfig:
     return resolve("embedded_addition", overrides)
 
 
-def shortfalls(config: RunConfig, root: Path, *, facts: Facts = TINY, machine: Machine = LARGE) -> list[str]:
+def shortfalls(config: RunConfig, root: Path, *, facts: ModelFacts = TINY, machine: Machine = LARGE) -> list[str]:
     with pytest.raises(PreflightError) as caught:
         run_preflight(config, facts, root=root, machine=machine)
     return str(caught.value).splitlines()[1:]
@@ -61,7 +62,7 @@ def test_gpu_shortfall(tmp_path: Path) -> None:
 
 
 def test_memory_and_disk_shortfalls_of_a_large_model_come_together(tmp_path: Path) -> None:
-    lines = shortfalls(embedded("rollout.kv_cache_mib=1024"), tmp_path, facts=Facts())
+    lines = shortfalls(embedded("rollout.kv_cache_mib=1024"), tmp_path, facts=QWEN_4B)
     assert [line.split(":")[0].strip() for line in lines] == ["- memory", "- disk"]
     assert "16.0 GiB available" in lines[0]
     assert "trainer.pack_length" in lines[0]
@@ -93,8 +94,8 @@ def test_a_trainer_that_does_not_exist_yet(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_the_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="gpt2"):
-        run_preflight(embedded(), replace(TINY, model_type="gpt2"), root=tmp_path, machine=LARGE)
+    with pytest.raises(ConfigError, match="20 positions"):
+        run_preflight(embedded(), replace(TINY, max_position=20), root=tmp_path, machine=LARGE)
 
 
 @pytest.mark.parametrize(
