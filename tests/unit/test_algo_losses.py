@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_lib.algo.losses import build_loss
+from grpo_lib.algo.corrections import NoCorrection
+from grpo_lib.algo.losses import CorrectedSurrogate, build_loss
 from grpo_lib.algo.packing import pack, unpack_tokens
+from grpo_lib.algo.terms import TokenTerms
 from grpo_lib.config import AlgorithmConfig
 from grpo_lib.types import PackedBatch
 from tests.unit.algo_cases import make_sample, place
@@ -209,6 +211,7 @@ def test_hand_worked_surrogates(loss: str, advantage: float, ratio: float, expec
         ("mask", 0.4, 0.0, "correction/masked_share", 1),
         ("mask", 1.5, 1.5, "correction/masked_share", 0),
         ("sequence", 3.0, 2.0, "correction/bounded_share", 1),
+        ("sequence", 0.1, 0.5, "correction/bounded_share", 1),
         ("off", 3.0, 1.0, "correction/bounded_share", 0),
         ("tis", math.exp(50), 2.0, "correction/bounded_share", 1),
     ],
@@ -286,15 +289,41 @@ def test_sequence_weight_does_not_collapse_with_length():
     assert math.exp(-0.05 * 2000) < 1e-40
 
 
-def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite():
-    doc = Doc(advantage=0.0, new=[-0.1, -0.1], old=[-150.0, -0.1], rollout=[-0.1, -0.1])
-    logprobs, batch = build([doc])
-    single = logprobs.detach().float().requires_grad_()
-    loss, _ = build_loss(AlgorithmConfig())(single, batch, 1.0)
-    loss.backward()
-    assert loss.item() == 0
-    assert single.grad is not None
-    assert torch.isfinite(single.grad).all()
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_ratios_beyond_float32_leave_loss_and_gradient_finite(correction: str):
+    """exp(150) is inf in float32, and inf times a zero advantage or a zero gradient is NaN."""
+    cfg = AlgorithmConfig.model_validate({"correction": correction})
+    for advantage, old, rollout in ((0.0, -150.0, -0.1), (1.0, -0.1, -150.0), (-1.0, -150.0, -0.1)):
+        doc = Doc(advantage=advantage, new=[-0.1, -0.1], old=[old, -0.1], rollout=[rollout, -0.1])
+        logprobs, batch = build([doc])
+        single = logprobs.detach().float().requires_grad_()
+        loss, _ = build_loss(cfg)(single, batch, 1.0)
+        loss.backward()
+        assert math.isfinite(loss.item())
+        assert single.grad is not None
+        assert torch.isfinite(single.grad).all()
+
+
+@pytest.mark.parametrize("junk", [float("-inf"), float("nan")])
+def test_terms_are_finite_everywhere_and_zero_where_nothing_is_trained(junk: float):
+    logprobs, batch = build(random_docs(5, with_old=True, with_ref=True), junk=junk)
+    terms = TokenTerms.of(logprobs, batch)
+    for values in (terms.new, terms.old, terms.rollout, terms.advantages):
+        assert torch.isfinite(values).all()
+        assert not values[~batch.response_mask].any()
+
+
+def constant_surrogate(terms: TokenTerms) -> tuple[torch.Tensor, torch.Tensor]:
+    return terms.new + 1.0, torch.ones_like(terms.mask)
+
+
+def test_only_trained_tokens_count_whatever_a_surrogate_says_elsewhere():
+    logprobs, batch = build(random_docs(5, with_old=False, with_ref=False))
+    loss = CorrectedSurrogate(surrogate=constant_surrogate, correction=NoCorrection())
+    value, metrics = loss(logprobs, batch, 3.0)
+    expected = (logprobs[batch.response_mask] + 1).sum() / 3
+    assert value.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert metrics.values()["policy/clipfrac"] == 1
 
 
 def test_losses_survive_pickling():

@@ -201,6 +201,14 @@ def test_metrics_of_loss_mismatch_and_entropy_arrive_together():
     assert {"loss/policy", "policy/clipfrac", "mismatch/tis_clipfrac", "mismatch/abs_p99"} <= set(values)
 
 
+def test_with_a_proximal_policy_the_cap_counts_old_against_rollout():
+    batch = pack([make_sample("e0.p0/0", 2, 4, rollout_logprobs=[-2.0] * 4)], PACK)
+    batch = batch.with_logprobs(old=torch.full((1, PACK), -0.5))
+    values = run_plain(torch.full((1, PACK), -2.0), batch)[1].values()
+    assert values["mismatch/tis_clip_count"] == 4  # exp(1.5) > 2
+    assert values["mismatch/abs_max"] == 0
+
+
 def run_plain(logprobs: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, StepMetrics]:
     entropy = torch.full_like(logprobs, 0.5).detach()
     return micro_batch_objective(

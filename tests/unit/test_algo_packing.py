@@ -159,6 +159,11 @@ def test_every_rank_gets_the_same_number_of_equally_shaped_micro_batches(
     assert spare < num_ranks * micro_batch_packs, "no rank runs a micro-batch that the step could do without"
 
 
+def test_longest_documents_are_placed_first():
+    """In input order 4 + 4 share a row and both 6s need their own; 6 + 4 twice fill two rows exactly."""
+    assert fit_rows([4, 4, 6, 6], 10) == [[0, 2], [1, 3]]
+
+
 def test_fewer_documents_than_ranks_leaves_all_padding_micro_batches():
     plan = plan_step(samples_of([(2, 2)]), num_ranks=3, pack_length=8, micro_batch_packs=2)
     empty = plan.micro_batches[1][0]
