@@ -140,3 +140,15 @@ def test_wrong_shapes_and_settings_are_refused():
         logits_logprobs(hidden @ head.T, labels[1:], temperature=1.0, chunk_tokens=4)
     with pytest.raises(ValueError, match=r"temperature \(0.0\)"):
         logits_logprobs(hidden @ head.T, labels, temperature=0.0, chunk_tokens=4)
+
+
+def test_no_tokens_at_all_still_give_a_graph_to_the_head():
+    """A rank whose micro-batch is all padding projects nothing, and its backward pass must run all the same."""
+    hidden, head, labels, _ = inputs(torch.float32)
+    logprobs, entropy = token_logprobs(
+        hidden[:0], lambda h: h @ head.T, labels[:0], temperature=1.0, chunk_tokens=CHUNK
+    )
+    logprobs.sum().backward()
+    assert logprobs.shape == entropy.shape == (0,)
+    assert head.grad is not None
+    assert not head.grad.any()
