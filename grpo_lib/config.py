@@ -174,7 +174,11 @@ class WeightSyncConfig(_Section):
 class EvaluationConfig(_Section):
     """Held-out evaluation, before and after training."""
 
-    samples_per_prompt: int = Field(default=32, ge=1, description="Sampled completions per held-out prompt.")
+    samples_per_prompt: int = Field(
+        default=48,
+        ge=1,
+        description="Sampled completions per held-out prompt; the trained policy's are the tokens of the parity probe.",
+    )
     pass_at: tuple[int, ...] = Field(default=(1, 4, 8), description="k of the unbiased pass@k.")
     bootstrap_resamples: int = Field(default=2000, ge=100, description="Resamples, clustered by prompt.")
     confidence: float = Field(default=0.95, gt=0.5, lt=1, description="Level of the intervals.")

@@ -95,7 +95,7 @@ CASES = [
     (
         "pass_at_k_within_samples",
         ["evaluation.pass_at=[1, 64]"],
-        ["evaluation.pass_at (1, 64)", "evaluation.samples_per_prompt (32)"],
+        ["evaluation.pass_at (1, 64)", "evaluation.samples_per_prompt (48)"],
         ["evaluation.samples_per_prompt=64"],
     ),
     ("pass_at_k_within_samples", ["evaluation.pass_at=[0]"], ["evaluation.pass_at (0)", "at least 1"], None),

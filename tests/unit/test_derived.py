@@ -41,7 +41,7 @@ def test_counts_worked_by_hand() -> None:
     assert derived.max_response_tokens_per_step == 1536
     assert derived.max_tokens_per_step == 256 * 22
     assert derived.epochs == 10 * 16 / 800
-    assert derived.evaluation_samples == 2 * 150 * 33
+    assert derived.evaluation_samples == 2 * 150 * 49
     # 11 samples of 22 tokens fit a pack of 256; the shortest sample has two tokens, so 128 of them do.
     assert derived.packs_per_step == Bounds(low=2, high=24)
     assert derived.packs_per_rank == Bounds(low=1, high=12)
