@@ -129,7 +129,7 @@ def report_components(
         verdict_table(parity),
         Markdown("## Held-out accuracy"),
         evaluation_table(evaluation),
-        *(Markdown(f"**Warning:** {escaped(text)}") for text in evaluation_warnings(evaluation)),
+        *warning_tables(evaluation),
         Markdown("## Reward over training"),
         VegaChart(curve_spec(metrics, _LIVE_SERIES)),
         Markdown("## Seconds of a step"),
@@ -174,8 +174,10 @@ def evaluation_table(evaluation: Mapping[str, Any]) -> Table:
     return _table(["", "before", "after", f"gain ({gain['confidence']:.0%} interval)"], rows)
 
 
-def evaluation_warnings(evaluation: Mapping[str, Any]) -> list[str]:
-    return [*evaluation["before"]["warnings"], *evaluation["after"]["warnings"]]
+def warning_tables(evaluation: Mapping[str, Any]) -> list[Table]:
+    """What makes an evaluation doubtful; nothing when nothing does."""
+    warnings = [*evaluation["before"]["warnings"], *evaluation["after"]["warnings"]]
+    return [_table(["warning"], [[cell(text)] for text in warnings])] if warnings else []
 
 
 def pair_table(parity: Mapping[str, Any]) -> Table:
@@ -294,11 +296,6 @@ def cell(value: object) -> str:
 
 def _spelled(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
-
-
-def escaped(text: str) -> str:
-    """Text for Markdown that must stay text: no HTML, links, images or emphasis."""
-    return "".join(f"&#{ord(c)};" if c in "\\`*_{}[]()<>#+-.!|&~$:\"'" else c for c in cell(text))
 
 
 def figure(value: object) -> str:
