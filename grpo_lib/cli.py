@@ -194,7 +194,7 @@ def _doctor(options: argparse.Namespace) -> int:
         fits = version is not None and SpecifierSet(wanted, prereleases=True).contains(version)
         broken += required and not fits
         state = "ok" if fits else f"outside {wanted}" if version else "not installed"
-        print(f"package     {name} {version or ''}: {state}{'' if required else ' (optional)'}")
+        print(f"package     {' '.join(filter(None, (name, version)))}: {state}{'' if required else ' (optional)'}")
     for module in ("torch", "ray", "vllm", "olmo_core", "metaflow"):
         spec = find_spec(module)
         print(f"module      {module}: {spec.origin if spec else 'not importable'}")

@@ -96,8 +96,14 @@ class AlgorithmConfig(_Section):
         default="standard", description="Group baseline: mean, mean and population std, or the mean of the others."
     )
     loss: Literal["grpo", "dapo", "cispo", "dr_grpo", "gspo"] = Field(default="dapo", description="Surrogate.")
-    clip_lower: float = Field(default=0.2, gt=0, le=1, description="Ratios below 1 - clip_lower are clipped.")
-    clip_higher: float = Field(default=0.272, gt=0, description="Ratios above 1 + clip_higher are clipped.")
+    clip_lower: float = Field(
+        default=0.2, gt=0, le=1, description="Ratios below 1 - clip_lower are clipped; not used by `cispo`."
+    )
+    clip_higher: float = Field(
+        default=0.272,
+        gt=0,
+        description="Ratios above 1 + clip_higher are clipped; `grpo` and `dr_grpo` are symmetric and use clip_lower.",
+    )
     correction: Literal["tis", "two_sided", "mask", "sequence", "off"] = Field(
         default="tis", description="Importance weight of the sampler's distribution on each token's policy loss."
     )

@@ -138,7 +138,7 @@ def test_doctor_fails_where_a_package_is_missing(
     monkeypatch.setattr("grpo_lib.preflight.PACKAGES", (Package(names=(("no-such-package", ">=1"),)),))
     code, out, _ = run("doctor", capsys=capsys)
     assert code == 1
-    assert "no-such-package >=1 : not installed" in out
+    assert "no-such-package >=1: not installed" in out
 
 
 def test_a_stale_ray_address_file_is_only_a_note(tmp_path: Path) -> None:
