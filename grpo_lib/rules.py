@@ -215,7 +215,10 @@ def ranks_and_engines_share_a_device_kind(config: RunConfig) -> str | None:
 def transfer_reaches_the_devices(config: RunConfig) -> str | None:
     backend, runtime = config.weight_sync.backend, config.runtime
     rank, engine = runtime.gpus_per_rank, runtime.gpus_per_engine
-    shown = f"weight_sync.backend ({backend}) with runtime.gpus_per_rank ({rank:g}) and runtime.gpus_per_engine ({engine:g}): "
+    shown = (
+        f"weight_sync.backend ({backend}) with runtime.gpus_per_rank ({rank:g}) and "
+        f"runtime.gpus_per_engine ({engine:g}): "
+    )
     if backend == "cpu_gloo" and (rank > 0 or engine > 0):
         return shown + "cpu_gloo fills engines that live in host memory; set weight_sync.backend=nccl or ipc"
     if backend != "cpu_gloo" and (rank == 0 or engine == 0):
