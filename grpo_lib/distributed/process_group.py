@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -79,10 +78,9 @@ class Rendezvous:
         round_key = f"barrier/{name}/{self._rounds[name]}"
         self._rounds[name] += 1
         keys = [f"{round_key}/{rank}" for rank in range(self.world_size)]
-        deadline = time.monotonic() + deadline_s
         try:
             self.store.set(keys[self.rank], "here")
-            self.store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+            self.store.wait(keys, timedelta(seconds=deadline_s))
         except dist.DistNetworkError as error:
             raise RankFailure(f"barrier {name!r}: rank 0, which hosts the store, is gone: {error}") from error
         except dist.DistStoreError as error:

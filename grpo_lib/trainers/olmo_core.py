@@ -152,24 +152,7 @@ class OlmoCoreTrainer:
         anything of it is yielded. A consumer may therefore stop, send or fail at any point without leaving a rank
         inside a collective or a unit unsharded.
         """
-        limit = self._config.bucket_mib << 20
-        planned = iter(self._manifest.entries)
-        pending: list[tuple[str, torch.Tensor]] = []
-        num_bytes = 0
-        for module, names in self._units:
-            for name, tensor in self._gather(module, names):
-                entry = WeightEntry(
-                    name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)
-                )
-                expected = next(planned)
-                assert entry == expected, f"sending {entry}, the manifest says {expected}"
-                if pending and num_bytes + tensor.nbytes > limit:
-                    yield Bucket(tensors=tuple(pending))
-                    pending, num_bytes = [], 0
-                pending.append((name, tensor))
-                num_bytes += tensor.nbytes
-        assert next(planned, None) is None, "the manifest lists tensors that were not sent"
-        yield Bucket(tensors=tuple(pending))
+        return self._buckets(self._config.bucket_mib << 20)
 
     def save(self, path: Path) -> None:
         """Weights, optimiser, RNG and version; the schedule is a function of the version."""
@@ -254,6 +237,26 @@ class OlmoCoreTrainer:
         dist.all_gather_object(failures, failure)
         raise NonFiniteLogprobs("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text))
 
+    def _buckets(self, limit_bytes: int) -> Iterator[Bucket]:
+        """Buckets of at most `limit_bytes`, or of one larger tensor."""
+        planned = iter(self._manifest.entries)
+        pending: list[tuple[str, torch.Tensor]] = []
+        num_bytes = 0
+        for module, names in self._units:
+            for name, tensor in self._gather(module, names):
+                entry = WeightEntry(
+                    name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)
+                )
+                expected = next(planned)
+                assert entry == expected, f"sending {entry}, the manifest says {expected}"
+                if pending and num_bytes + tensor.nbytes > limit_bytes:
+                    yield Bucket(tensors=tuple(pending))
+                    pending, num_bytes = [], 0
+                pending.append((name, tensor))
+                num_bytes += tensor.nbytes
+        assert next(planned, None) is None, "the manifest lists tensors that were not sent"
+        yield Bucket(tensors=tuple(pending))
+
     def _gather(self, module: FSDPModule, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
         """Clones of one FSDP unit's own parameters, full, in the compute dtype."""
         module.unshard()
@@ -272,6 +275,9 @@ class OlmoCoreTrainer:
 
     def _plan_manifest(self) -> WeightManifest:
         shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+        owned = sorted(self._names.hf(name) for _, names in self._units for name in names)
+        expected = sorted(self._names.hf(name) for name in self._names.trainer_names)
+        assert owned == expected, f"FSDP units own {owned}, the model folder has {expected}"
         return WeightManifest(
             entries=tuple(
                 WeightEntry(name=self._names.hf(name), dtype=self._dtype_name, shape=shapes[name])

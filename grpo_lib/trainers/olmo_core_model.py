@@ -143,7 +143,7 @@ class NameMap:
     def trainer(self, hf_name: str) -> str:
         """Parameter name of a Hugging Face tensor."""
         if hf_name not in self._to_trainer:
-            raise DataError(f"tensor {hf_name!r} is no parameter of model_type {self._model_type!r}")
+            raise DataError(f"tensor {hf_name!r} is no tensor of model_type {self._model_type!r}")
         return self._to_trainer[hf_name]
 
 
