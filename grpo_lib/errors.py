@@ -26,6 +26,10 @@ class DataError(GrpoError, ValueError):
     """Rows, shards or a model folder are missing, malformed or empty."""
 
 
+class StorageError(GrpoError):
+    """A file or stored object cannot be written, found or trusted; the message names path, bytes and the way out."""
+
+
 class DeadlineExceeded(GrpoError, TimeoutError):
     """A wait ran past its deadline.
 

@@ -123,6 +123,8 @@ def _text(value: object, place: str, column: str, *, allow_int: bool) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+            raise DataError(f"{place}: column {column!r} holds half a surrogate pair, which is no text: {value!r:.60}")
         return value
     if allow_int and isinstance(value, int) and not isinstance(value, bool):
         return str(value)

@@ -1,0 +1,255 @@
+"""A step's rollouts as one Parquet table, one row per sample, exact to the bit.
+
+The table is what replay, the parity probe and people read: what was asked, what was sampled with which
+log-probabilities by which policy versions, how it was judged, and what it was worth.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from grpo_lib.algo.advantages import GroupAssessment
+from grpo_lib.errors import StorageError
+from grpo_lib.storage.refs import ArtifactStore, StoreRef
+from grpo_lib.types import (
+    Completion,
+    FinishReason,
+    GroupStatus,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Verdict,
+    VerdictReason,
+    VerdictState,
+    VersionSpan,
+)
+
+FORMAT = "1"
+
+
+def _required(name: str, kind: pa.DataType) -> pa.Field:
+    return pa.field(name, kind, nullable=False)
+
+
+def _list(kind: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("item", kind, nullable=False))
+
+
+SCHEMA = pa.schema(
+    [
+        _required("group_id", pa.string()),
+        _required("sample_index", pa.int32()),
+        _required("prompt_id", pa.string()),
+        _required("dataset", pa.string()),
+        _required("verifier", pa.string()),
+        _required("answer", pa.string()),
+        _required("prompt_text", pa.string()),
+        _required("prompt_token_ids", _list(pa.int64())),
+        _required("request_id", pa.string()),
+        _required("token_ids", _list(pa.int64())),
+        _required("logprobs", _list(pa.float32())),
+        _required("span_versions", _list(pa.int64())),
+        _required("span_stops", _list(pa.int64())),  # a span starts where the one before it stops
+        _required("finish_reason", pa.string()),
+        _required("seed", pa.int64()),
+        _required("latency_s", pa.float64()),
+        _required("text", pa.string()),
+        _required("verdict_state", pa.string()),
+        _required("verdict_reason", pa.string()),
+        _required("reward", pa.float64()),
+        pa.field("extracted", pa.string()),
+        _required("verify_ms", pa.float64()),
+        _required("group_status", pa.string()),
+        _required("advantage", pa.float64()),
+        _required("usable", pa.bool_()),
+    ]
+)
+_TIMINGS = ("latency_s", "verify_ms")
+_Row = dict[str, Any]  # by SCHEMA's names; lists are NumPy arrays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredRollouts:
+    """A step's groups as they were trained on, with an assessment each."""
+
+    step: int
+    groups: tuple[RolloutGroup, ...]
+    assessments: tuple[GroupAssessment, ...]
+    content_digest: str
+
+
+def write_rollouts(
+    store: ArtifactStore, *, step: int, groups: Sequence[RolloutGroup], assessments: Sequence[GroupAssessment]
+) -> StoreRef:
+    """Store the groups of a step.
+
+    The reference is the hash of the file, timings included; `content_digest` leaves them out.
+
+    Raises:
+        StorageError: the store cannot take them.
+    """
+    rows = _rows(groups, assessments)
+    columns = {name: [row[name] for row in rows] for name in SCHEMA.names}
+    metadata = {"format": FORMAT, "step": str(step), "content_digest": _digest(rows)}
+    return store.put_table(pa.Table.from_pydict(columns, schema=SCHEMA.with_metadata(metadata)))
+
+
+def read_rollouts(store: ArtifactStore, ref: StoreRef) -> StoredRollouts:
+    """The groups that `write_rollouts` was given.
+
+    Raises:
+        StorageError: the file is missing or damaged, or is no rollout table of this format.
+    """
+    store.verify(ref)
+    path = store.get(ref)
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise StorageError(f"artifact {path} is not readable Parquet: {error}") from error
+    metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+    if metadata.get("format") != FORMAT or not table.schema.equals(SCHEMA):
+        raise StorageError(f"artifact {path} is not a rollout table of format {FORMAT}")
+    columns = {name: _values(table.column(name)) for name in SCHEMA.names}
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    digest = _digest(rows)
+    if digest != metadata["content_digest"]:
+        raise StorageError(f"artifact {path} was written with content {metadata['content_digest']} and reads as {digest}")
+    by_group: dict[str, list[_Row]] = {}
+    for row in rows:
+        by_group.setdefault(row["group_id"], []).append(row)
+    return StoredRollouts(
+        step=int(metadata["step"]),
+        groups=tuple(_group(members) for members in by_group.values()),
+        assessments=tuple(_assessment(members) for members in by_group.values()),
+        content_digest=digest,
+    )
+
+
+def content_digest(groups: Sequence[RolloutGroup], assessments: Sequence[GroupAssessment]) -> str:
+    """sha256 over everything but timings: equal for two runs that sampled and judged the same, bit for bit."""
+    return _digest(_rows(groups, assessments))
+
+
+def _digest(rows: Sequence[_Row]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        arrays = {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
+        scalars = {name: row[name] for name in row if name not in arrays and name not in _TIMINGS}
+        scalars |= {f"len({name})": len(array) for name, array in arrays.items()}
+        digest.update(json.dumps(scalars, sort_keys=True).encode())
+        for name in sorted(arrays):
+            digest.update(arrays[name].astype(arrays[name].dtype.newbyteorder("<"), copy=False).tobytes())
+    return digest.hexdigest()
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    """A column's values; lists as NumPy arrays, without a Python object per token."""
+    if not pa.types.is_list(column.type):
+        return column.to_pylist()
+    return [
+        chunk.values.to_numpy()[start:stop]
+        for chunk in column.chunks
+        for start, stop in pairwise(chunk.offsets.to_pylist())
+    ]
+
+
+def _rows(groups: Sequence[RolloutGroup], assessments: Sequence[GroupAssessment]) -> list[_Row]:
+    if len(groups) != len(assessments) or len({group.group_id for group in groups}) != len(groups):
+        raise ValueError(
+            f"{len(groups)} rollout groups with {len({group.group_id for group in groups})} ids and "
+            f"{len(assessments)} assessments; each group has its own"
+        )
+    return [
+        _row(group, rollout, assessment)
+        for group, assessment in zip(groups, assessments, strict=True)
+        for rollout in group.rollouts
+    ]
+
+
+def _row(group: RolloutGroup, rollout: Rollout, assessment: GroupAssessment) -> _Row:
+    prompt, completion, verdict = group.prompt, rollout.completion, rollout.verdict
+    return {
+        "group_id": group.group_id,
+        "sample_index": rollout.sample_index,
+        "prompt_id": prompt.prompt_id,
+        "dataset": prompt.dataset,
+        "verifier": prompt.verifier,
+        "answer": prompt.answer,
+        "prompt_text": prompt.text,
+        "prompt_token_ids": np.array(prompt.token_ids, dtype=np.int64),
+        "request_id": completion.request_id,
+        "token_ids": completion.token_ids,
+        "logprobs": completion.logprobs,
+        "span_versions": np.array([span.version for span in completion.version_spans], dtype=np.int64),
+        "span_stops": np.array([span.stop for span in completion.version_spans], dtype=np.int64),
+        "finish_reason": completion.finish_reason.value,
+        "seed": completion.seed,
+        "latency_s": float(completion.latency_s),
+        "text": rollout.text,
+        "verdict_state": verdict.state.value,
+        "verdict_reason": verdict.reason.value,
+        "reward": float(verdict.reward),
+        "extracted": verdict.extracted,
+        "verify_ms": float(verdict.elapsed_ms),
+        "group_status": assessment.status.value,
+        "advantage": float(assessment.advantages[rollout.sample_index]),
+        "usable": bool(assessment.usable[rollout.sample_index]),
+    }
+
+
+def _group(rows: Sequence[_Row]) -> RolloutGroup:
+    first = rows[0]
+    return RolloutGroup(
+        group_id=first["group_id"],
+        prompt=Prompt(
+            prompt_id=first["prompt_id"],
+            text=first["prompt_text"],
+            token_ids=tuple(first["prompt_token_ids"].tolist()),
+            answer=first["answer"],
+            dataset=first["dataset"],
+            verifier=first["verifier"],
+        ),
+        rollouts=tuple(_rollout(row) for row in rows),
+    )
+
+
+def _rollout(row: _Row) -> Rollout:
+    stops = row["span_stops"].tolist()
+    spans = zip(row["span_versions"].tolist(), [0, *stops[:-1]], stops, strict=True)
+    return Rollout(
+        sample_index=row["sample_index"],
+        completion=Completion(
+            request_id=row["request_id"],
+            token_ids=row["token_ids"],
+            logprobs=row["logprobs"],
+            version_spans=tuple(VersionSpan(version=version, start=start, stop=stop) for version, start, stop in spans),
+            finish_reason=FinishReason(row["finish_reason"]),
+            seed=row["seed"],
+            latency_s=row["latency_s"],
+        ),
+        text=row["text"],
+        verdict=Verdict(
+            state=VerdictState(row["verdict_state"]),
+            reward=row["reward"],
+            reason=VerdictReason(row["verdict_reason"]),
+            extracted=row["extracted"],
+            elapsed_ms=row["verify_ms"],
+        ),
+    )
+
+
+def _assessment(rows: Sequence[_Row]) -> GroupAssessment:
+    return GroupAssessment(
+        status=GroupStatus(rows[0]["group_status"]),
+        advantages=np.array([row["advantage"] for row in rows], dtype=np.float64),
+        usable=np.array([row["usable"] for row in rows], dtype=bool),
+    )
