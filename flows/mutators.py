@@ -1,5 +1,8 @@
 """Where steps run, and how a user's mistake is shown."""
 
+# pyright: reportPrivateImportUsage=false
+# (metaflow declares no exports)
+
 from __future__ import annotations
 
 from metaflow import FlowMutator, StepMutator, user_step_decorator

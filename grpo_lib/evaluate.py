@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from grpo_lib.config import EvaluationConfig, RunConfig
-from grpo_lib.errors import DeadlineExceeded, GrpoError, StalenessError, VerifierOutage
+from grpo_lib.errors import GrpoError, StalenessError
 from grpo_lib.interfaces import RolloutEngine, TokenDecoder, VerifierPool
-from grpo_lib.pipeline import sampling_params
+from grpo_lib.pipeline import collect_verdicts, completions_of, sampling_params
 from grpo_lib.seeds import sample_seed
 from grpo_lib.types import (
     Completion,
@@ -35,8 +35,6 @@ from grpo_lib.types import (
 # Training epochs count from 0, so an evaluation never draws the samples of a training step.
 EVALUATION_EPOCH = -1
 _GREEDY = "greedy"
-_POLL_S = 1.0
-_VERDICT_GRACE_S = 60.0  # for restarting workers, on top of every outstanding verdict's own limit
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +205,7 @@ def evaluate_policy(
     portion = config.loop.prompts_per_step * config.rollout.group_size
     for start in range(0, len(requests), portion):
         batch = requests[start : start + portion]
-        for completion in _generated(engine, [request for request, _ in batch], config):
+        for completion in completions_of(engine, [request for request, _ in batch], config, stage="evaluation"):
             _check(completion, version)
             completions[completion.request_id] = completion
         for request, prompt in batch:
@@ -215,8 +213,7 @@ def evaluate_policy(
             texts[key] = decode(completions[key].token_ids.tolist())
             verifiers.submit(key, prompt, texts[key])
         verdicts.update(verifiers.collect(0.0))
-    _collect_verdicts(verifiers, verdicts, len(requests), config)
-    _check_outage(verdicts, config)
+    collect_verdicts(verifiers, verdicts, len(requests), config, stage="evaluation")
     rollouts = {
         key: Rollout(sample_index=0, completion=completions[key], text=texts[key], verdict=verdicts[key])
         for key in completions
@@ -248,24 +245,6 @@ def _requests(
             yield request, prompt
 
 
-def _generated(engine: RolloutEngine, requests: Sequence[GenerationRequest], config: RunConfig) -> Iterator[Completion]:
-    deadline_s = config.deadlines.generate_s
-    deadline = time.monotonic() + deadline_s
-    engine.submit(requests)
-    outstanding = len(requests)
-    while outstanding:
-        for completion in engine.poll(_POLL_S):
-            outstanding -= 1
-            yield completion
-        if outstanding and time.monotonic() > deadline:
-            raise DeadlineExceeded(
-                stage="evaluation",
-                waited_for=f"{outstanding} of {len(requests)} completions",
-                deadline_s=deadline_s,
-                setting="deadlines.generate_s",
-            )
-
-
 def _check(completion: Completion, version: int) -> None:
     if completion.finish_reason is FinishReason.ABORT:
         raise GrpoError(
@@ -277,33 +256,6 @@ def _check(completion: Completion, version: int) -> None:
         raise StalenessError(
             f"evaluation of policy version {version}: {completion.request_id} was sampled by {sorted(versions)}; "
             "the engine's weights changed while it was evaluated"
-        )
-
-
-def _collect_verdicts(verifiers: VerifierPool, verdicts: dict[str, Verdict], expected: int, config: RunConfig) -> None:
-    """Wait for the rest. The pool answers every submission within its limit, so this deadline only ends a hang."""
-    rounds = math.ceil((expected - len(verdicts)) / config.verifier.num_workers)
-    deadline_s = rounds * config.verifier.timeout_s + _VERDICT_GRACE_S
-    deadline = time.monotonic() + deadline_s
-    while len(verdicts) < expected:
-        verdicts.update(verifiers.collect(_POLL_S))
-        if len(verdicts) < expected and time.monotonic() > deadline:
-            raise DeadlineExceeded(
-                stage="evaluation",
-                waited_for=f"{expected - len(verdicts)} of {expected} verdicts",
-                deadline_s=deadline_s,
-                setting="verifier.timeout_s or verifier.num_workers",
-            )
-
-
-def _check_outage(verdicts: Mapping[str, Verdict], config: RunConfig) -> None:
-    failed = [key for key, verdict in verdicts.items() if verdict.state is VerdictState.FAILED]
-    limit = config.verifier.max_failed_share
-    if len(failed) > limit * len(verdicts):
-        raise VerifierOutage(
-            f"evaluation: {len(failed)} of {len(verdicts)} verdicts failed, more than verifier.max_failed_share "
-            f"({limit:g}); first: {failed[0]} ({verdicts[failed[0]].reason}). Mend the verifier or raise "
-            "verifier.timeout_s"
         )
 
 

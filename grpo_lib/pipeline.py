@@ -6,8 +6,9 @@ Completions are judged while others are still being generated.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +31,7 @@ from grpo_lib.types import (
 )
 
 _POLL_S = 1.0  # upper bound of one wait; completions and verdicts end it earlier
+_VERDICT_GRACE_S = 60.0  # for restarting workers, on top of every outstanding verdict's own limit
 
 
 class PromptSource(Protocol):
@@ -134,27 +136,15 @@ class RolloutPipeline:
         texts: dict[str, str] = {}
         verdicts: dict[str, Verdict] = {}
         with timer.span("wait_for_rollouts"):
-            self._engine.submit(requests)
-            deadline = time.monotonic() + self._config.deadlines.generate_s
-            while len(completions) < len(requests):
-                for completion in self._engine.poll(_POLL_S):
-                    self._check_age(completion, policy_version)
-                    completions[completion.request_id] = completion
-                    text = self._decode(completion.token_ids.tolist())
-                    texts[completion.request_id] = text
-                    self._verifiers.submit(completion.request_id, owners[completion.request_id], text)
+            for completion in completions_of(self._engine, requests, self._config, stage="rollouts"):
+                self._check_age(completion, policy_version)
+                key = completion.request_id
+                completions[key] = completion
+                texts[key] = self._decode(completion.token_ids.tolist())
+                self._verifiers.submit(key, owners[key], texts[key])
                 verdicts.update(self._verifiers.collect(0.0))
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(
-                        stage="rollouts",
-                        waited_for=f"{len(requests) - len(completions)} of {len(requests)} completions",
-                        deadline_s=self._config.deadlines.generate_s,
-                        setting="deadlines.generate_s",
-                    )
         with timer.span("verify"):
-            while len(verdicts) < len(requests):
-                verdicts.update(self._verifiers.collect(_POLL_S))
-        self._check_verdicts(verdicts)
+            collect_verdicts(self._verifiers, verdicts, len(requests), self._config, stage="rollouts")
         return [self._group(epoch, prompt, completions, texts, verdicts) for epoch, prompt in drawn]
 
     def _requests(self, drawn: list[tuple[int, Prompt]]) -> tuple[list[GenerationRequest], dict[str, Prompt]]:
@@ -205,16 +195,62 @@ class RolloutPipeline:
                 f"({self._config.loop.max_staleness}); the engine missed a weight update"
             )
 
-    def _check_verdicts(self, verdicts: dict[str, Verdict]) -> None:
-        failed = {key: verdict for key, verdict in verdicts.items() if verdict.state is VerdictState.FAILED}
-        limit = self._config.verifier.max_failed_share
-        if len(failed) > limit * len(verdicts):
-            key, verdict = next(iter(failed.items()))
-            raise VerifierOutage(
-                f"{len(failed)} of {len(verdicts)} verdicts failed, more than verifier.max_failed_share ({limit:g}); "
-                f"first: {key}: {verdict.reason} {verdict.extracted or ''}".rstrip()
-                + "; the rewards would mean nothing. Mend the verifier or raise verifier.timeout_s"
+
+def completions_of(
+    engine: RolloutEngine, requests: Sequence[GenerationRequest], config: RunConfig, *, stage: str
+) -> Iterator[Completion]:
+    """Submit, and yield completions as they finish.
+
+    Raises:
+        DeadlineExceeded: `deadlines.generate_s` passed with completions outstanding.
+    """
+    deadline_s = config.deadlines.generate_s
+    deadline = time.monotonic() + deadline_s
+    engine.submit(requests)
+    outstanding = len(requests)
+    while outstanding:
+        for completion in engine.poll(_POLL_S):
+            outstanding -= 1
+            yield completion
+        if outstanding and time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                stage=stage,
+                waited_for=f"{outstanding} of {len(requests)} completions",
+                deadline_s=deadline_s,
+                setting="deadlines.generate_s",
             )
+
+
+def collect_verdicts(
+    verifiers: VerifierPool, verdicts: dict[str, Verdict], expected: int, config: RunConfig, *, stage: str
+) -> None:
+    """Wait until `verdicts` holds all that were submitted.
+
+    Raises:
+        VerifierOutage: more than `verifier.max_failed_share` of them failed.
+        DeadlineExceeded: the pool, which answers every submission within its limit, has stopped answering.
+    """
+    rounds = math.ceil((expected - len(verdicts)) / config.verifier.num_workers)
+    deadline_s = rounds * config.verifier.timeout_s + _VERDICT_GRACE_S
+    deadline = time.monotonic() + deadline_s
+    while len(verdicts) < expected:
+        verdicts.update(verifiers.collect(_POLL_S))
+        if len(verdicts) < expected and time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                stage=stage,
+                waited_for=f"{expected - len(verdicts)} of {expected} verdicts",
+                deadline_s=deadline_s,
+                setting="verifier.timeout_s or verifier.num_workers",
+            )
+    failed = {key: verdict for key, verdict in verdicts.items() if verdict.state is VerdictState.FAILED}
+    limit = config.verifier.max_failed_share
+    if len(failed) > limit * len(verdicts):
+        key, verdict = next(iter(failed.items()))
+        raise VerifierOutage(
+            f"{stage}: {len(failed)} of {len(verdicts)} verdicts failed, more than verifier.max_failed_share "
+            f"({limit:g}); first: {' '.join(filter(None, (f'{key}: {verdict.reason}', verdict.extracted)))}; "
+            "the rewards would mean nothing. Mend the verifier or raise verifier.timeout_s"
+        )
 
 
 def group_id(epoch: int, prompt: Prompt) -> str:

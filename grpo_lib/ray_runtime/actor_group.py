@@ -177,6 +177,7 @@ class ActorGroup:
         self._placement_deadline_s = placement_deadline_s
         self._placement: Any = None
         self._building: Pending | None = None
+        self._built = False
         self.handles: tuple[Any, ...] = ()
 
     def label(self, index: int) -> str:
@@ -227,6 +228,7 @@ class ActorGroup:
                 setting="deadlines.placement_s",
             )
         self._building.wait(deadline_s=deadline_s - (time.monotonic() - started), setting=setting)
+        self._built = True
 
     def start(self, *, deadline_s: float, setting: str) -> None:
         """Launch and wait."""
@@ -272,13 +274,16 @@ class ActorGroup:
     def close(self) -> None:
         """Let objects that have a `close` method end cleanly, then end the processes. A second call does nothing."""
         handles, self.handles = self.handles, ()
-        closing = [handle.invoke.remote("close") for handle in handles]
-        ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S) if closing else None
+        placement, self._placement = self._placement, None
+        if not ray.is_initialized():  # the cluster went first; any Ray call would now start or join another one
+            return
+        if self._built and handles:  # else there is no object yet, or not even a process, and nothing would answer
+            closing = [handle.invoke.remote("close") for handle in handles]
+            ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
         for handle in handles:
             ray.kill(handle, no_restart=True)
-        if self._placement is not None:
-            remove_placement_group(self._placement)
-            self._placement = None
+        if placement is not None:
+            remove_placement_group(placement)
 
     def _pending(self, method: str, refs: Mapping[int, Any]) -> Pending:
         return Pending(method, {ref: self.label(index) for index, ref in refs.items()})

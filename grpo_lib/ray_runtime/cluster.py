@@ -13,8 +13,13 @@ import ray
 from grpo_lib.config import RuntimeConfig
 from grpo_lib.errors import PreflightError
 
-# Read by Ray's daemons when they start: no call home, no metrics exporter that nobody reads.
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "false"}
+# Read by Ray's daemons when they start: no call home, no exporter of metrics that nobody reads, and no spare workers,
+# which actors with an environment of their own could not use.
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "false",
+    "RAY_prestart_worker_first_driver": "false",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_lib.algo.advantages import assess_group
 from grpo_lib.config import RunConfig
+from grpo_lib.data.chat import load_tokenizer, stop_token_ids, token_decoder
 from grpo_lib.data.models import resolve_model_path
+from grpo_lib.data.prompts import Split
 from grpo_lib.data.store import read_prompts
 from grpo_lib.evaluate import EvaluationResult, evaluate_policy
 from grpo_lib.stages.live import live_engines
-from grpo_lib.stages.model_text import stop_token_ids, text_decoder
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.rollouts import write_rollouts
@@ -32,8 +34,9 @@ def run(config: RunConfig, paths: RunPaths, *, policy_version: int) -> Evaluatio
         policy_version: Of the exported model.
     """
     model_path = resolve_model_path(config.model.path)
-    prompts = read_prompts(paths.data, "heldout")
-    stops, decode = stop_token_ids(model_path), text_decoder(model_path)
+    prompts = read_prompts(paths.data, Split.HELDOUT)
+    tokenizer = load_tokenizer(model_path)
+    stops, decode = stop_token_ids(model_path, tokenizer), token_decoder(tokenizer)
     with (
         ProcessVerifierPool(config.verifier) as verifiers,
         live_engines(config, model_path=model_path, policy_version=0) as engines,
@@ -46,5 +49,9 @@ def run(config: RunConfig, paths: RunPaths, *, policy_version: int) -> Evaluatio
         engines.resume()
         after = evaluate_policy(engines, prompts, verifiers, decode, config, stop_token_ids=stops, run_seed=config.seed)
     result = EvaluationResult(before=before, after=after, config=config.evaluation, seed=config.seed)
-    ref = write_rollouts(LocalStore(paths.store), config.loop.steps, after.groups)
+    assessments = [
+        assess_group(group, kind=config.algorithm.advantage, correct_reward=config.verifier.correct_reward)
+        for group in after.groups
+    ]
+    ref = write_rollouts(LocalStore(paths.store), step=config.loop.steps, groups=after.groups, assessments=assessments)
     return Evaluation(evaluation=result.to_dict(), rollouts=ref.to_dict())

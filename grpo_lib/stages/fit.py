@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 from grpo_lib import loop
 from grpo_lib.config import RunConfig
+from grpo_lib.data.chat import load_tokenizer, stop_token_ids, token_decoder
 from grpo_lib.data.models import resolve_model_path
 from grpo_lib.data.order import PromptStream
+from grpo_lib.data.prompts import Split
 from grpo_lib.data.store import read_prompts
 from grpo_lib.interfaces import Tracker
 from grpo_lib.loop import StepRecord
 from grpo_lib.pipeline import RolloutPipeline
 from grpo_lib.stages.live import LiveRun, live_run
-from grpo_lib.stages.model_text import stop_token_ids, text_decoder
 from grpo_lib.stages.recorder import DiskRecorder, checkpoints_of
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.timing import SPANS, StepTimer
@@ -57,9 +58,15 @@ def run(
     """
     entered = time.perf_counter()
     model_path = resolve_model_path(config.model.path)
-    prompts = read_prompts(paths.data, "train")
-    stops = stop_token_ids(model_path)
-    first_step_at: list[float] = []
+    prompts = read_prompts(paths.data, Split.TRAIN)
+    tokenizer = load_tokenizer(model_path)
+    stops = stop_token_ids(model_path, tokenizer)
+    first_step_at: float | None = None
+
+    def mark_first_step(_: int) -> None:
+        nonlocal first_step_at
+        first_step_at = first_step_at or time.perf_counter()
+
     with (
         ProcessVerifierPool(config.verifier) as verifiers,
         live_run(
@@ -76,7 +83,7 @@ def run(
             engine=live.engines,
             prompts=PromptStream(prompts, config.seed),
             verifiers=verifiers,
-            decode=text_decoder(model_path),
+            decode=token_decoder(tokenizer),
             stop_token_ids=stops,
         )
         state = loop.fit(
@@ -86,14 +93,15 @@ def run(
             pipeline=pipeline,
             recorder=recorder,
             timer=StepTimer(),
-            before_step=lambda _: first_step_at or first_step_at.append(time.perf_counter()),
+            before_step=mark_first_step,
         )
         live.trainer.export_hf(paths.export)
         version = live.trainer.policy_version
+    assert first_step_at is not None, "loop.steps is at least 1"
     return TrainingResult(
         steps=state.steps_done,
         policy_version=version,
-        start_s=first_step_at[0] - entered,
+        start_s=first_step_at - entered,
         spans_median_s=_median_spans(paths),
         metrics=str(paths.metrics),
         certificates=str(paths.certificates),

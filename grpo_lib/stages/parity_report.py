@@ -83,8 +83,8 @@ def summary(parity: Mapping[str, Any], evaluation: Mapping[str, Any]) -> str:
     for name in ("sampled_pass_at_1", "greedy_pass_at_1"):
         before, after, gain = (evaluation[part][name] for part in ("before", "after", "gain"))
         lines.append(
-            f"{name:<18} {before['value']:.3f} -> {after['value']:.3f}   "
-            f"gain {gain['value']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}]"
+            f"{name:<18} {_accuracy(before['value'])} -> {_accuracy(after['value'])}   "
+            f"gain {_accuracy(gain['value'])} [{_accuracy(gain['low'])}, {_accuracy(gain['high'])}]"
         )
     return "\n".join(lines)
 
@@ -94,6 +94,10 @@ def gate(parity: Mapping[str, Any]) -> None:
     failed = [check["name"] for check in parity["checks"] if check["verdict"] == ParityVerdict.FAIL]
     if failed:
         raise ParityFailure(f"{len(failed)} of {len(parity['checks'])} parity checks failed: {'; '.join(failed)}")
+
+
+def _accuracy(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"
 
 
 def _samples(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:

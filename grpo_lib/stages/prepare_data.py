@@ -12,6 +12,7 @@ from grpo_lib.data.prepare import prepare_prompts
 from grpo_lib.data.store import DatasetManifest, write_dataset
 from grpo_lib.errors import DataError
 from grpo_lib.stages.run_paths import RunPaths
+from grpo_lib.verifiers.registry import get_verifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,9 @@ def run(config: RunConfig, paths: RunPaths) -> PreparedData:
     """
     model = resolve_model_path(config.model.path)
     tokenizer = load_tokenizer(model)
-    prepared = prepare_prompts(config.data, config.verifier, tokenizer, seed=config.seed)
+    prepared = prepare_prompts(
+        config.data, config.verifier, tokenizer, accepts_answer=get_verifier(config.verifier.name).accepts_answer
+    )
     if len(prepared.train) < config.loop.prompts_per_step:
         raise DataError(
             f"{len(prepared.train)} training prompts are left after filtering ({prepared.drops}), but one step needs "

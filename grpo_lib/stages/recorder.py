@@ -7,8 +7,9 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from grpo_lib.algo.advantages import GroupAssessment
 from grpo_lib.config import RunConfig
@@ -19,10 +20,11 @@ from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.rollouts import write_rollouts
 from grpo_lib.tracking import MetricsFile
-from grpo_lib.types import CanaryResult, RolloutGroup, SyncCertificate
+from grpo_lib.types import RolloutGroup, SyncCertificate
 
 log = logging.getLogger(__name__)
 
+_CERTIFICATE = TypeAdapter(SyncCertificate)
 _RECENT_STEPS = 20  # that the time left is estimated from
 
 
@@ -49,13 +51,12 @@ class DiskRecorder:
         self._store = LocalStore(paths.store)
         self._metrics = MetricsFile(paths.metrics)
         self._step_s: list[float] = []
-        self.started_first_rollout: float | None = None
 
     def certificate(self, certificate: SyncCertificate) -> None:
-        _append(self._paths.certificates, asdict(certificate))
+        _append(self._paths.certificates, _CERTIFICATE.dump_python(certificate, mode="json"))
 
     def rollouts(self, step: int, groups: tuple[RolloutGroup, ...], assessments: tuple[GroupAssessment, ...]) -> None:
-        ref = write_rollouts(self._store, step, groups, assessments)
+        ref = write_rollouts(self._store, step=step, groups=groups, assessments=assessments)
         _append(self._paths.rollout_index, {"step": step, **ref.to_dict()})
 
     def checkpoint(self, step: int, prompt_state: dict[str, int], empty_steps: int) -> None:
@@ -115,12 +116,7 @@ def checkpoints_of(paths: RunPaths) -> list[Path]:
 
 def read_certificates(path: Path) -> list[SyncCertificate]:
     """Certificates of every push, in order."""
-    certificates = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(line).items()}
-        canary = fields.pop("canary")
-        certificates.append(SyncCertificate(**fields, canary=CanaryResult(**canary) if canary else None))
-    return certificates
+    return [_CERTIFICATE.validate_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _append(path: Path, row: dict[str, object]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from grpo_lib.config import RunConfig
+from grpo_lib.data.chat import load_tokenizer, stop_token_ids
 from grpo_lib.data.models import resolve_model_path
+from grpo_lib.data.prompts import Split
 from grpo_lib.data.store import read_prompts
 from grpo_lib.errors import WeightSyncError
 from grpo_lib.stages.live import live_run
-from grpo_lib.stages.model_text import stop_token_ids
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.types import SyncCertificate
 
@@ -22,8 +23,8 @@ def run(config: RunConfig, paths: RunPaths) -> SyncCertificate:
     with live_run(
         config,
         model_path=model_path,
-        canary_prompts=read_prompts(paths.data, "train"),
-        stop_token_ids=stop_token_ids(model_path),
+        canary_prompts=read_prompts(paths.data, Split.TRAIN),
+        stop_token_ids=stop_token_ids(model_path, load_tokenizer(model_path)),
         checkpoint=paths.shards,
     ) as live:
         certificate = live.sync.push(live.trainer.policy_version)

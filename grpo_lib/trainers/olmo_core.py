@@ -23,7 +23,7 @@ from grpo_lib.config import TrainerConfig
 from grpo_lib.errors import DataError, GrpoError, NonFiniteLogprobs
 from grpo_lib.interfaces import PolicyLoss
 from grpo_lib.trainers.hf_checkpoint import HfFolder, HfFolderWriter
-from grpo_lib.trainers.olmo_core_attention import document_lens
+from grpo_lib.trainers.olmo_core_attention import JoinedDocuments
 from grpo_lib.trainers.olmo_core_checkpoint import load_checkpoint, save_checkpoint
 from grpo_lib.trainers.olmo_core_head import IGNORED_LABEL
 from grpo_lib.trainers.olmo_core_model import NameMap, build_sharded, fsdp_modules
@@ -206,12 +206,18 @@ class OlmoCoreTrainer:
     def _forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, doc_ids: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies [B, T] on the device, from CPU tensors [B, T]."""
-        doc_lens, max_doc_lens = document_lens(doc_ids.cpu(), position_ids.cpu())
-        # Both keywords or neither: OLMo-core ignores one alone without a word.
-        return self._model(
-            input_ids.to(self._device), labels=labels.to(self._device), doc_lens=doc_lens, max_doc_lens=max_doc_lens
+        """Log-probabilities and entropies [B, T] on the device, from CPU tensors [B, T]; 0 at padding."""
+        documents = JoinedDocuments.of(doc_ids, position_ids)
+        # Both `doc_lens` and `max_doc_lens` or neither: OLMo-core ignores one alone without a word.
+        logprobs, entropy = self._model(
+            input_ids[documents.is_kept][None].to(self._device),
+            labels=labels[documents.is_kept][None].to(self._device),
+            doc_lens=documents.lens,
+            max_doc_lens=[int(documents.lens.max())],
         )
+        is_kept = documents.is_kept.to(self._device)
+        zeros = logprobs.new_zeros(is_kept.shape)
+        return zeros.masked_scatter(is_kept, logprobs), zeros.masked_scatter(is_kept, entropy)
 
     @torch.no_grad()
     def _score(

@@ -137,31 +137,39 @@ def use_document_attention(model: Transformer) -> None:
         mixer.backend = DocumentAttention(mixer.backend, cache)
 
 
-def document_lens(doc_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """Lengths of the runs of equal doc ids, padding included, so that every row's lengths add up to T.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JoinedDocuments:
+    """The documents of a micro-batch as one row without padding, which is all that the model computes on.
 
-    Leaving the padding's run out would shift every later row against its boundaries.
-
-    Args:
-        doc_ids: [B, T] int64 on CPU.
-        position_ids: [B, T] int64 on CPU. OLMo-core derives positions from the lengths and takes no others.
-
-    Returns:
-        [B, most runs in a row] int64, filled with 0 (which OLMo-core removes), and the longest run of each row.
-
-    Raises:
-        ValueError: the position ids do not restart at 0 with every run.
+    Attention and rotary positions follow the documents' lengths, so rows mean nothing to them. Rows of
+    ``doc_ids = [[1, 1, 2, 0], [1, 1, 1, 0]]`` join to 6 tokens with ``lens = [[2, 1, 3]]``.
     """
-    num_rows, num_tokens = doc_ids.shape
-    edges = torch.ones(num_rows, num_tokens + 1, dtype=torch.bool)
-    edges[:, 1:-1] = doc_ids[:, 1:] != doc_ids[:, :-1]
-    index = torch.arange(num_tokens).expand(num_rows, -1)
-    run_start = torch.where(edges[:, :-1], index, 0).cummax(dim=1).values
-    if not torch.equal(position_ids, index - run_start):
-        row = int((position_ids != index - run_start).any(1).nonzero()[0])
-        raise ValueError(f"row {row}: position_ids do not restart at 0 with every run of equal doc_ids")
-    runs = [torch.nonzero(row)[:, 0].diff() for row in edges]
-    return torch.nn.utils.rnn.pad_sequence(runs, batch_first=True), [int(lens.max()) for lens in runs]
+
+    is_kept: torch.Tensor  # [B, T] bool: tokens of documents, in row-major order the joined row
+    lens: torch.Tensor  # [1, documents] int64, adding up to the number of kept tokens
+
+    @staticmethod
+    def of(doc_ids: torch.Tensor, position_ids: torch.Tensor) -> JoinedDocuments:
+        """From label-aligned [B, T] int64 tensors on CPU; a micro-batch of padding keeps its first token.
+
+        Something must be kept, or the rank would have no backward pass and the others would wait for it.
+
+        Raises:
+            ValueError: the position ids do not restart at 0 with every run of equal doc ids. OLMo-core derives
+                positions from the lengths and takes no others.
+        """
+        is_start = torch.ones_like(doc_ids, dtype=torch.bool)
+        is_start[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
+        index = torch.arange(doc_ids.shape[1]).expand_as(doc_ids)
+        expected = index - torch.where(is_start, index, 0).cummax(dim=1).values
+        if not torch.equal(position_ids, expected):
+            row = int((position_ids != expected).any(1).nonzero()[0])
+            raise ValueError(f"row {row}: position_ids do not restart at 0 with every run of equal doc_ids")
+        is_kept = doc_ids > 0
+        if not is_kept.any():
+            is_kept[0, 0] = True
+        starts = torch.nonzero(is_start[is_kept])[:, 0]
+        return JoinedDocuments(is_kept=is_kept, lens=starts.diff(append=is_kept.sum()[None])[None])
 
 
 def _gather(x: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:

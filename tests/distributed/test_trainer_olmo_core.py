@@ -168,41 +168,42 @@ def test_shard_report_shows_the_layout_and_any_changed_bit(two_ranks: RankPool, 
 def build_with_broken_boundaries(rank: int, num_ranks: int, model: Path, how: str) -> str:
     from olmo_core.nn.attention.backend import TorchAttentionBackend
 
-    from grpo_lib.trainers import olmo_core, olmo_core_attention
+    from grpo_lib.trainers.olmo_core_attention import DocumentAttention, JoinedDocuments
 
-    original_lens, original_forward = olmo_core.document_lens, olmo_core_attention.DocumentAttention.forward
+    original_of, original_forward = JoinedDocuments.of, DocumentAttention.forward
 
-    def one_document(doc_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        return torch.full((len(doc_ids), 1), doc_ids.shape[1]), [doc_ids.shape[1]] * len(doc_ids)
+    def as_one_document(doc_ids: torch.Tensor, position_ids: torch.Tensor) -> JoinedDocuments:
+        documents = original_of(doc_ids, position_ids)
+        return JoinedDocuments(is_kept=documents.is_kept, lens=documents.lens.sum()[None, None])
 
-    def without_padding(doc_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        lens, longest = original_lens(doc_ids, position_ids)
-        return lens[:, :-1] if lens.shape[1] > 2 else lens, longest
+    def without_the_first(doc_ids: torch.Tensor, position_ids: torch.Tensor) -> JoinedDocuments:
+        documents = original_of(doc_ids, position_ids)
+        return JoinedDocuments(is_kept=documents.is_kept, lens=documents.lens[:, -1:])
 
     def leaking(self: Any, qkv: Any, cu_doc_lens: Any = None, max_doc_len: Any = None, **options: Any) -> Any:
         return TorchAttentionBackend.forward(self, qkv, **options)
 
     if how == "one document per row":
-        olmo_core.document_lens = one_document
-    elif how == "padding left out":
-        olmo_core.document_lens = without_padding
+        setattr(JoinedDocuments, "of", staticmethod(as_one_document))  # noqa: B010 sabotage
+    elif how == "a length left out":
+        setattr(JoinedDocuments, "of", staticmethod(without_the_first))  # noqa: B010 sabotage
     else:
-        setattr(olmo_core_attention.DocumentAttention, "forward", leaking)  # noqa: B010 another signature on purpose
+        setattr(DocumentAttention, "forward", leaking)  # noqa: B010 sabotage
     try:
         build_olmo_core(rank, num_ranks, model)
     except (GrpoError, RuntimeError, IndexError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        olmo_core.document_lens = original_lens
-        olmo_core_attention.DocumentAttention.forward = original_forward
+        setattr(JoinedDocuments, "of", staticmethod(original_of))  # noqa: B010
+        setattr(DocumentAttention, "forward", original_forward)  # noqa: B010
     return "built"
 
 
-@pytest.mark.parametrize("how", ["one document per row", "padding left out", "attention ignores the boundaries"])
+@pytest.mark.parametrize("how", ["one document per row", "a length left out", "attention ignores the boundaries"])
 def test_lost_boundaries_fail_at_construction(one_rank: RankPool, tiny_models: dict[str, Path], how: str) -> None:
     (message,) = one_rank.run(build_with_broken_boundaries, tiny_models["qwen3"], how)
     assert message != "built"
-    if how != "padding left out":
+    if how != "a length left out":
         assert "cross document boundaries" in message
 
 

@@ -303,7 +303,7 @@ def test_verdicts_that_never_come_end_at_a_deadline(monkeypatch: pytest.MonkeyPa
         def collect(self, timeout_s: float) -> dict[str, Verdict]:
             return {}
 
-    monkeypatch.setattr("grpo_lib.evaluate._VERDICT_GRACE_S", 0.0)
+    monkeypatch.setattr("grpo_lib.pipeline._VERDICT_GRACE_S", 0.0)
     with pytest.raises(DeadlineExceeded, match=r"25 of 25 verdicts.*verifier\.timeout_s"):
         evaluate(
             ScriptedEngine(lambda request: True), config=run_config("verifier.timeout_s=0.001"), verifiers=Silent()

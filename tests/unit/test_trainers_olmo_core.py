@@ -17,7 +17,7 @@ from grpo_lib.trainers.olmo_core_attention import (
     BucketCache,
     DocumentAttention,
     DocumentBuckets,
-    document_lens,
+    JoinedDocuments,
     use_document_attention,
 )
 from grpo_lib.trainers.olmo_core_model import NameMap, _shard_rows, transformer_config
@@ -106,14 +106,24 @@ def test_shard_rows_are_torch_chunk(num_rows: int, num_shards: int) -> None:
 # --- Attention ----------------------------------------------------------------------------------------------------
 
 
-def test_document_lens_cover_every_row_padding_included() -> None:
-    doc_ids = torch.tensor([[1, 1, 1, 2, 2, 0], [1, 2, 3, 3, 3, 3], [0, 0, 0, 0, 0, 0]])
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])
-    lens, longest = document_lens(doc_ids, positions)
-    assert lens.tolist() == [[3, 2, 1], [1, 1, 4], [6, 0, 0]]
-    assert longest == [3, 4, 6]
+def test_rows_join_to_their_documents_without_padding() -> None:
+    doc_ids = torch.tensor([[1, 1, 1, 2, 2, 0], [1, 2, 3, 3, 3, 3], [0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 3]])
+    documents = JoinedDocuments.of(doc_ids, positions)
+    assert documents.lens.tolist() == [[3, 2, 1, 1, 4, 2]]
+    assert torch.equal(documents.is_kept, doc_ids > 0)
+
+
+def test_a_micro_batch_of_padding_keeps_one_token() -> None:
+    documents = JoinedDocuments.of(torch.zeros(2, 3, dtype=torch.int64), torch.arange(3).expand(2, -1))
+    assert documents.lens.tolist() == [[1]]
+    assert documents.is_kept.tolist() == [[True, False, False], [False, False, False]]
+
+
+def test_positions_that_run_on_over_a_boundary_are_refused() -> None:
+    doc_ids = torch.tensor([[1, 1, 0, 0], [1, 1, 2, 2]])
     with pytest.raises(ValueError, match="row 1: position_ids do not restart"):
-        document_lens(doc_ids, torch.arange(6).expand(3, -1).where(torch.tensor([[False], [True], [True]]), positions))
+        JoinedDocuments.of(doc_ids, torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]]))
 
 
 def test_buckets_of_the_docstring() -> None:

@@ -1,0 +1,382 @@
+"""Two real vLLM engines, started once, and real weight pushes to them from this process.
+
+Engine 0 samples at temperature 1; engine 1 is configured for 0.7.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_lib.config import DeadlinesConfig, RuntimeConfig, WeightSyncConfig
+from grpo_lib.errors import RankFailure
+from grpo_lib.ray_runtime.actor_group import ActorGroup
+from grpo_lib.ray_runtime.cluster import local_cluster
+from grpo_lib.ray_runtime.engine_group import EngineGroup
+from grpo_lib.types import Completion, FinishReason, GenerationRequest, SamplingParams, SenderReport, VersionSpan
+from grpo_lib.weight_sync.canary import DecodeCanary
+from grpo_lib.weight_sync.sender import EngineClient, OpenChannel, WeightSender
+from grpo_lib.weight_sync.sync import CertifiedWeightSync
+from tests.distributed.engine_parts import STOP, VOCAB, EngineFactory, HfTrainer, flipping, request, tiny_qwen3
+
+DEADLINES = DeadlinesConfig(generate_s=120.0, weight_sync_s=30.0, engine_start_s=280.0)
+WAIT = {"deadline_s": 120.0, "setting": "deadlines.generate_s"}
+PROMPTS = tuple(tuple(range(10 + 5 * p, 18 + 6 * p)) for p in range(4))  # 8 … 11 tokens
+LONG_PROMPT = tuple(range(20, 90))  # two full cache blocks
+FP32 = 1e-5  # nats between two correct fp32 implementations of this model
+
+
+@dataclass
+class LocalRank:
+    """A trainer of one rank in this process."""
+
+    trainer: HfTrainer
+    open_channel: OpenChannel | None = None
+
+    def __post_init__(self) -> None:
+        self.sender = WeightSender(self.trainer, backend="cpu_gloo", rank=0, open_channel=self.open_channel)  # type: ignore
+
+    def arrive(self, *, deadline_s: float, setting: str) -> None:
+        del deadline_s, setting
+
+    def connect_weights(self, client: EngineClient, *, port: int, deadline_s: float, setting: str) -> None:
+        self.sender.connect(client, port=port, timeout_s=deadline_s)
+
+    def push_weights(self, policy_version: int, *, deadline_s: float, setting: str) -> SenderReport:
+        return self.sender.push(policy_version)
+
+
+@dataclass
+class Stack:
+    actors: ActorGroup
+    engines: EngineGroup
+    trainer: HfTrainer
+    sync: CertifiedWeightSync
+    folder: Path
+    start_s: float
+
+    def one(self, index: int, method: str, *args: object) -> object:
+        return self.actors.call_one(index, method, *args, **WAIT)
+
+    def generate(self, index: int, requests: Sequence[GenerationRequest]) -> dict[str, Completion]:
+        self.one(index, "submit", requests)
+        done: dict[str, Completion] = {}
+        deadline = time.monotonic() + 60
+        while len(done) < len(requests):
+            assert time.monotonic() < deadline
+            done |= {c.request_id: c for c in self.one(index, "poll", 1.0)}  # type: ignore
+        return done
+
+    def worst(self, requests: Sequence[GenerationRequest], done: dict[str, Completion], **scoring: object) -> float:
+        """Largest |engine - trainer| log-probability."""
+        pairs = [(r.prompt_token_ids, done[r.request_id].token_ids) for r in requests]
+        scores = self.trainer.score(pairs, **scoring)  # type: ignore
+        return max(float(np.abs(done[r.request_id].logprobs - s).max()) for r, s in zip(requests, scores, strict=True))
+
+    def sync_with(self, **parts: object) -> CertifiedWeightSync:
+        """A weight sync of its own channel, with one part replaced."""
+        canary = DecodeCanary(
+            prompts=PROMPTS,
+            sampling=SamplingParams(temperature=1.0, max_tokens=6, stop_token_ids=STOP),
+            decode=self.engines.decode_everywhere,
+            score=self.trainer.score,
+            tolerance=5e-5,
+        )
+        arguments = {
+            "ranks": LocalRank(self.trainer),
+            "engines": self.engines,
+            "config": WeightSyncConfig(canary_every=3),
+            "deadlines": DEADLINES,
+            "canary": canary,
+        }
+        return CertifiedWeightSync(**(arguments | parts))  # type: ignore
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("model")
+    with local_cluster(RuntimeConfig(), num_cpus=2):
+        trainer = HfTrainer(tiny_qwen3(seed=0))
+        trainer.model.save_pretrained(folder)
+        factories = [EngineFactory(folder, "engine 0", 1.0), EngineFactory(folder, "engine 1", 0.7)]
+        env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        actors = ActorGroup("engine", factories, num_cpus=1.0, env_vars=env, max_concurrency=4)
+        started = time.perf_counter()
+        actors.start(deadline_s=280.0, setting="deadlines.engine_start_s")
+        engines = EngineGroup(actors, deadlines=DEADLINES)
+        stack = Stack(actors, engines, trainer, None, folder, time.perf_counter() - started)  # type: ignore
+        stack.sync = stack.sync_with()
+        stack.sync.connect()
+        yield stack
+        actors.close()
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def test_decode_equals_score_exactly_and_the_trainer_closely(stack: Stack) -> None:
+    requests = [request(f"p{p}/{k}", PROMPTS[p], seed=100 * p + k, max_tokens=12) for p in range(4) for k in range(8)]
+    done = stack.generate(0, requests)
+    sequences = [
+        ([*r.prompt_token_ids, *done[r.request_id].token_ids.tolist()], len(r.prompt_token_ids)) for r in requests
+    ]
+    scores = stack.one(0, "score", sequences)
+    for r, score in zip(requests, scores, strict=True):  # type: ignore
+        np.testing.assert_array_equal(score, done[r.request_id].logprobs)
+        assert score.dtype == np.float32
+    assert stack.worst(requests, done) < FP32
+    assert stack.worst(requests, done, temperature=0.9) > 1e-2, "the comparison must be able to fail"
+
+
+def test_seeds_decide_the_sample_and_nothing_else_does(stack: Stack) -> None:
+    group = [request(f"a{k}", PROMPTS[0], seed=k, max_tokens=12) for k in range(16)]
+    first = stack.generate(0, group)
+    assert len({tuple(c.token_ids) for c in first.values()}) > 12, "members of a group differ"
+    assert {c.seed for c in first.values()} == set(range(16))
+    other_company = [request(f"b{k}", PROMPTS[1], seed=k) for k in range(5)]
+    again = stack.generate(0, [*other_company, *(request(f"c{k}", PROMPTS[0], seed=k, max_tokens=12) for k in (9, 3))])
+    for k in (9, 3):
+        np.testing.assert_array_equal(again[f"c{k}"].token_ids, first[f"a{k}"].token_ids)
+        np.testing.assert_array_equal(again[f"c{k}"].logprobs, first[f"a{k}"].logprobs)
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(0.7, 0), (1.6, 0), (1.0, 2)])
+def test_logprobs_are_those_of_the_distribution_sampled_from(stack: Stack, temperature: float, top_k: int) -> None:
+    requests = [
+        request(f"t{k}", PROMPTS[k % 4], seed=k, max_tokens=10, temperature=temperature, top_k=top_k) for k in range(12)
+    ]
+    done = stack.generate(0, requests)
+    assert stack.worst(requests, done, temperature=temperature, top_k=top_k) < FP32
+    assert stack.worst(requests, done) > 0.1, "raw log-probabilities would be noticed (open-instruct 1678, trl 7269)"
+
+
+def test_greedy_picks_the_argmax_and_reports_at_the_runs_temperature(stack: Stack) -> None:
+    for index, temperature in ((0, 1.0), (1, 0.7)):
+        requests = [
+            request(f"g{p}", PROMPTS[p], seed=5, max_tokens=10, greedy=True, temperature=temperature) for p in range(4)
+        ]
+        mixed = [request(f"m{p}", PROMPTS[p], seed=p, temperature=temperature) for p in range(4)]
+        done = stack.generate(index, requests + mixed)
+        for r in requests:
+            token_ids = done[r.request_id].token_ids
+            np.testing.assert_array_equal(token_ids, stack.trainer.argmax(r.prompt_token_ids, token_ids))
+        assert stack.worst(requests + mixed, done, temperature=temperature) < FP32
+    with pytest.raises(RankFailure, match=r"greedy log-probabilities .* not at 0.7"):
+        stack.one(0, "submit", [request("g", PROMPTS[0], seed=0, greedy=True, temperature=0.7)])
+
+
+def test_scoring_at_another_temperature_is_refused(stack: Stack) -> None:
+    with pytest.raises(RankFailure, match=r"ValueError.*rollout.temperature=0.7.*temperature 1 only"):
+        stack.one(1, "score", [([3, 4, 5], 1)])
+
+
+def test_every_stop_token_ends_a_completion_and_is_part_of_it(stack: Stack) -> None:
+    stops = tuple(range(0, VOCAB, 3))
+    requests = [request(f"s{k}", PROMPTS[k % 4], seed=k, max_tokens=4, stop_token_ids=stops) for k in range(40)]
+    done = stack.generate(0, requests)
+    endings: set[int] = set()
+    for completion in done.values():
+        stopped = [int(token) in stops for token in completion.token_ids]
+        assert not any(stopped[:-1])
+        if completion.finish_reason is FinishReason.STOP:
+            assert stopped[-1]
+            endings.add(int(completion.token_ids[-1]))
+        else:
+            assert (completion.finish_reason, len(stopped), stopped[-1]) == (FinishReason.LENGTH, 4, False)
+        assert completion.latency_s > 0
+    assert len(endings) > 5
+    assert {c.finish_reason for c in done.values()} == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+def begin_long(stack: Stack, keys: Sequence[str], seed: int = 0) -> list[GenerationRequest]:
+    """Requests that are surely unfinished when this returns: the engine is paused, each has at least 3 tokens."""
+    requests = [
+        request(key, PROMPTS[0], seed=seed + k, max_tokens=100, stop_token_ids=()) for k, key in enumerate(keys)
+    ]
+    stack.one(0, "submit", requests)
+    deadline = time.monotonic() + 30
+    while min(stack.one(0, "progress").values(), default=0) < 3:  # type: ignore
+        assert time.monotonic() < deadline
+    stack.one(0, "pause")
+    return requests
+
+
+def test_an_aborted_fragment_is_never_a_natural_stop(stack: Stack) -> None:
+    begin_long(stack, ["x0", "x1", "x2"])
+    fragments = stack.one(0, "abort", ["x0", "x2", "unknown"])
+    stack.one(0, "resume")
+    assert {c.request_id for c in fragments} == {"x0", "x2"}  # type: ignore
+    for fragment in fragments:  # type: ignore
+        assert fragment.finish_reason is FinishReason.ABORT
+        assert 3 <= len(fragment.token_ids) < 100
+    rest: list[Completion] = []
+    while not rest:
+        rest += stack.one(0, "poll", 1.0)  # type: ignore
+    assert [(c.request_id, c.finish_reason, len(c.token_ids)) for c in rest] == [("x1", FinishReason.LENGTH, 100)]
+
+
+def test_states_refuse_what_would_mix_weights(stack: Stack) -> None:
+    attempt = lambda method, *args: stack.one(0, "attempt", method, *args)  # noqa: E731
+    some = [request("r", PROMPTS[0], seed=0)]
+    assert "engine 0 is running; start_weight_update is legal only while paused" in attempt("start_weight_update")
+    assert "legal only while paused" in attempt("load_weights", stack.folder, 1)
+    assert "legal only while paused" in attempt("resume")
+    assert "legal only while updating" in attempt("update_weights", {"update_info": {}})
+    stack.one(0, "pause")
+    assert attempt("pause") == ""
+    assert "is paused; submit is legal only while running" in attempt("submit", some)
+    assert "is paused; score is legal" in attempt("score", [([3, 4], 1)])
+    assert "finish_weight_update is legal only while updating" in attempt("finish_weight_update")
+    assert "commit_weights is legal only while updating" in attempt("commit_weights", 1)
+    stack.one(0, "resume")
+    with pytest.raises(RankFailure, match="already in flight"):
+        stack.one(0, "submit", [*some, *some])
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def check_engines(stack: Stack, key: str) -> float:
+    """Largest difference of both engines from the trainer, on prompts that the prefix cache knows and others."""
+    worst = 0.0
+    for index in (0, 1):
+        requests = [request(f"{key}{p}", prompt, seed=p) for p, prompt in enumerate((*PROMPTS, LONG_PROMPT))]
+        worst = max(worst, stack.worst(requests, stack.generate(index, requests)))
+    return worst
+
+
+def test_push_is_certified_and_engines_sample_from_the_new_weights(
+    stack: Stack, record_property: pytest.RecordProperty
+) -> None:
+    assert check_engines(stack, "before") < FP32
+    seconds: list[float] = []
+    for number in range(4):
+        stack.trainer.change(seed=number)
+        certificate = stack.sync.push(stack.trainer.policy_version)
+        assert certificate.ok, certificate
+        assert certificate.engine_versions == (stack.trainer.policy_version,) * 2
+        assert certificate.num_tensors == len(stack.trainer.manifest().entries)
+        assert certificate.num_bytes == sum(p.numel() * 4 for p in stack.trainer.model.parameters())
+        assert (certificate.canary is not None) == (number % 3 == 0), "first push and every third"
+        if certificate.canary is not None:
+            assert certificate.canary.num_tokens >= 8
+        seconds.append(certificate.transfer_s)
+        assert check_engines(stack, f"after{number}") < FP32
+    assert stack.engines.policy_version == stack.trainer.policy_version
+    assert "vllm" not in sys.modules, "the trainer's side of cpu_gloo needs no vLLM"
+    record_property("sync_s", sorted(seconds)[1])
+    record_property("engine_start_s", stack.start_s)
+    print(f"sync {min(seconds):.4f} … {max(seconds):.4f} s; two engines started in {stack.start_s:.1f} s")  # noqa: T201
+
+
+def test_weights_changed_under_a_request_split_its_version_spans(stack: Stack) -> None:
+    requests = begin_long(stack, ["i0", "i1"], seed=50)
+    old_version = stack.trainer.policy_version
+    old = HfTrainer(tiny_qwen3(seed=0))
+    old.model.load_state_dict(stack.trainer.model.state_dict())
+    stack.trainer.change(seed=77)
+    assert stack.sync.push(stack.trainer.policy_version).ok  # resumes
+    done: dict[str, Completion] = {}
+    while len(done) < 2:
+        done |= {c.request_id: c for c in stack.one(0, "poll", 1.0)}  # type: ignore
+    for r in requests:
+        completion = done[r.request_id]
+        first, second = completion.version_spans
+        assert first == VersionSpan(version=old_version, start=0, stop=second.start)
+        assert second == VersionSpan(version=old_version + 1, start=first.stop, stop=100)
+        assert first.stop >= 3
+        pair = [(r.prompt_token_ids, completion.token_ids)]
+        by_old, by_new = old.score(pair)[0], stack.trainer.score(pair)[0]
+        cut = first.stop
+        assert np.abs(completion.logprobs[:cut] - by_old[:cut]).max() < FP32
+        assert np.abs(completion.logprobs[cut:] - by_new[cut:]).max() < FP32
+        assert np.abs(completion.logprobs[cut:] - by_old[cut:]).max() > 1e-2
+
+
+def test_a_stale_prefix_cache_would_be_noticed(stack: Stack) -> None:
+    stack.generate(0, [request("warm", LONG_PROMPT, seed=1)])  # now in the cache
+    stack.one(0, "keep_prefix_cache", True)
+    try:
+        stack.trainer.change(seed=5)
+        stack.sync.push(stack.trainer.policy_version)
+        requests = [request("stale", LONG_PROMPT, seed=1)]
+        assert stack.worst(requests, stack.generate(0, requests)) > 1e-3, "NeMo-RL 4018, prime-rl 1650"
+    finally:
+        stack.one(0, "keep_prefix_cache", False)
+    stack.trainer.change(seed=6)
+    assert stack.sync.push(stack.trainer.policy_version).ok
+    assert check_engines(stack, "fresh") < FP32
+
+
+def test_a_skipped_root_parameter_is_named_and_engines_stay_paused(stack: Stack) -> None:
+    broken = HfTrainer(stack.trainer.model, stack.trainer.policy_version, left_out=frozenset({"model.norm.weight"}))
+    sync = stack.sync_with(ranks=LocalRank(broken))
+    sync.connect()
+    certificate = sync.push(broken.policy_version)
+    assert not certificate.ok
+    assert certificate.missing == certificate.unloaded == ("model.norm.weight",)
+    assert certificate.mismatched == certificate.unexpected == ()
+    with pytest.raises(RankFailure, match="is paused; submit"):
+        stack.engines.submit([request("z", PROMPTS[0], seed=0)])
+    recover(stack)
+
+
+def test_one_flipped_bit_is_named(stack: Stack) -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    sync = stack.sync_with(ranks=LocalRank(stack.trainer, open_channel=flipping(name)))
+    sync.connect()
+    certificate = sync.push(stack.trainer.policy_version)
+    assert certificate.mismatched == (name,)
+    assert not certificate.ok
+    recover(stack)
+
+
+def recover(stack: Stack) -> None:
+    """A later complete push over a new channel makes paused engines usable again."""
+    stack.sync = stack.sync_with()
+    stack.sync.connect()
+    certificate = stack.sync.push(stack.trainer.policy_version)
+    assert certificate.ok, certificate
+    assert check_engines(stack, "recovered") < FP32
+
+
+def test_a_decode_path_with_other_weights_fails_the_canary_only(stack: Stack) -> None:
+    def damaged_canary(policy_version: int) -> object:
+        stack.one(1, "damage_decoding")
+        return healthy(policy_version)
+
+    healthy = stack.sync._canary
+    sync = stack.sync_with(canary=damaged_canary)
+    sync.connect()
+    certificate = sync.push(stack.trainer.policy_version)
+    assert not (certificate.missing or certificate.unexpected or certificate.unloaded or certificate.mismatched)
+    assert certificate.canary is not None
+    assert certificate.canary.max_abs > certificate.canary.tolerance
+    assert not certificate.ok
+    recover(stack)
+
+
+def test_weights_load_from_a_folder_and_a_wrong_folder_changes_nothing(stack: Stack, tmp_path: Path) -> None:
+    stack.engines.pause()
+    with pytest.raises(RankFailure, match=r"DataError.*does not exist"):
+        stack.engines.load_weights(tmp_path / "nowhere", 90)
+    stack.trainer.model.save_pretrained(tmp_path / "saved")
+    stack.engines.load_weights(tmp_path / "saved", 91)
+    stack.engines.resume()
+    assert stack.engines.policy_version == 91
+    assert check_engines(stack, "loaded") < FP32
+
+
+def test_a_dead_loop_surfaces_on_the_next_call_with_its_name_and_cause(stack: Stack) -> None:
+    stack.one(1, "break_step")
+    stack.one(1, "submit", [request("d", PROMPTS[0], seed=0)])
+    with pytest.raises(RankFailure, match="engine 1 failed: MemoryError: no block left"):
+        stack.one(1, "poll", 20.0)
+    with pytest.raises(RankFailure, match="engine 1 failed: MemoryError: no block left"):
+        stack.one(1, "submit", [request("e", PROMPTS[0], seed=0)])
