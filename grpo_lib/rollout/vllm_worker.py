@@ -66,7 +66,28 @@ class WeightTap:
         tap = self._weight_tap
         assert tap is not None, "close_weight_tap without open_weight_tap"
         self._weight_tap = None
-        del self.model_runner.get_model().load_weights
+        model = self.model_runner.get_model()
+        del model.load_weights
+        repack_shared_layers(model)
         return WeightReceipt(
             checksums=tap.checksums, num_bytes=tap.num_bytes, unloaded=tuple(sorted(tap.parameters - tap.loaded))
         )
+
+
+def repack_shared_layers(model: torch.nn.Module) -> None:
+    """Refresh the packed copies that layers keep of a parameter which another layer owns.
+
+    After a reload vLLM processes only the layer into which a tensor was loaded. On a CPU a head tied to the embeddings
+    holds a packed copy of its own, and would go on decoding with the old weights. GPU kernels read the shared tensor.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    users: dict[int, list[torch.nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(id(parameter), []).append(module)
+    for module in {module for sharing in users.values() if len(sharing) > 1 for module in sharing}:
+        if (method := getattr(module, "quant_method", None)) is not None:
+            method.process_weights_after_loading(module)

@@ -82,7 +82,7 @@ class HfTrainer:
             if top_k:
                 kept = logits.topk(top_k).values[:, -1:]
                 logits = logits.masked_fill(logits < kept, -torch.inf)
-            picked = logits.log_softmax(-1).gather(-1, torch.as_tensor(response)[:, None])
+            picked = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])
             scores.append(picked[:, 0].numpy())
         return scores
 

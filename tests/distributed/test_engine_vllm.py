@@ -355,7 +355,7 @@ def test_a_decode_path_with_other_weights_fails_the_canary_only(stack: Stack) ->
     sync = stack.sync_with(canary=damaged_canary)
     sync.connect()
     certificate = sync.push(stack.trainer.policy_version)
-    assert not (certificate.missing or certificate.unexpected or certificate.unloaded or certificate.mismatched)
+    assert certificate.missing == certificate.unexpected == certificate.unloaded == certificate.mismatched == ()
     assert certificate.canary is not None
     assert certificate.canary.max_abs > certificate.canary.tolerance
     assert not certificate.ok
