@@ -59,9 +59,7 @@ class LocalStore:
                 "run that stored it"
             ) from error
         if size != ref.size_bytes:
-            raise StorageError(
-                f"artifact {path} has {size:,} of {ref.size_bytes:,} bytes; it was damaged after storing"
-            )
+            raise StorageError(f"artifact {path} was damaged after storing: {size:,} of {ref.size_bytes:,} bytes")
         return path
 
     def verify(self, ref: StoreRef) -> None:

@@ -224,7 +224,7 @@ def _group(rows: Sequence[_Row]) -> RolloutGroup:
 
 def _rollout(row: _Row) -> Rollout:
     stops = row["span_stops"].tolist()
-    spans = zip(row["span_versions"].tolist(), [0, *stops[:-1]], stops, strict=True)
+    spans = zip(row["span_versions"].tolist(), [0, *stops][: len(stops)], stops, strict=True)
     return Rollout(
         sample_index=row["sample_index"],
         completion=Completion(

@@ -125,7 +125,7 @@ def test_damaged_files(folder: Path) -> None:
     with pytest.raises(DataError, match="not a safetensors file"):
         inspect_model(folder)
     weights.unlink()
-    with pytest.raises(DataError, match="no \\*.safetensors file"):
+    with pytest.raises(DataError, match=r"no \*\.safetensors file"):
         inspect_model(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(DataError, match="not JSON"):
