@@ -40,11 +40,12 @@ class GRPOFlow(FlowSpec):
     def start(self):
         """One frozen config, its origin, and whether this machine can hold the run."""
         from grpo_lib.stages import begin
+        from grpo_lib.stages.run_paths import RunPaths
 
         setup = begin.run(recipe=self.recipe, overrides=list(self.overrides), trainer=self.trainer, seed=self.seed)
         self.config, self.config_hash = setup.config, setup.config_hash
         self.lineage, self.preflight = setup.lineage, setup.preflight
-        self.paths = begin.RunPaths.of(self.config, f"{current.flow_name}/{current.run_id}")
+        self.paths = RunPaths.of(self.config, f"{current.flow_name}/{current.run_id}")
         self.next(self.prepare_data)
 
     @users_mistakes
@@ -132,7 +133,7 @@ class GRPOFlow(FlowSpec):
         from grpo_lib.stages import parity_report
 
         print(parity_report.summary(self.parity, self.evaluation))
-        print(f"\nreport card:  python {Path(__file__).name} card view {current.run_id}/parity_report --id report")
+        print(f"\nreport card:  python flows/grpo_flow.py card view {current.run_id}/parity_report --id report")
         parity_report.gate(self.parity)
 
 
