@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from grpo_lib.algo.losses import build_loss
-from grpo_lib.algo.packing import unpack_tokens
+from grpo_lib.algo.packing import pack, plan_step, unpack_tokens
 from grpo_lib.config import AlgorithmConfig, TrainerConfig
 from grpo_lib.interfaces import PolicyLoss
 from grpo_lib.types import PackedBatch, StepMetrics, StepPlan, TrainingSample
@@ -167,3 +167,44 @@ def padding_batch(num_rows: int) -> PackedBatch:
         rollout_logprobs=zeros.float(),
         sample_ids=((),) * num_rows,
     )
+
+
+PLAN = plan_step(samples(), num_ranks=2, pack_length=PACK_LENGTH, micro_batch_packs=1)
+ONE_RANK_PLAN = plan_step(samples(), num_ranks=1, pack_length=PACK_LENGTH, micro_batch_packs=2)
+
+
+def train(trainer: Any, rank: int, plan: StepPlan, num_steps: int) -> list[dict[str, float]]:
+    """Take steps on one plan; returns the metrics of each `optim_step`."""
+    steps = []
+    for _ in range(num_steps):
+        trainer.forward_backward(
+            plan.micro_batches[rank], policy_loss(), loss_denominator=float(plan.num_trained_tokens)
+        )
+        steps.append(trainer.optim_step().values())
+    return steps
+
+
+def score(trainer: Any) -> dict[str, np.ndarray]:
+    """Log-probabilities of the trained tokens by sample, from packs; collective."""
+    batch = pack(samples(), PACK_LENGTH)
+    return unpack_tokens(batch, trainer.logprobs(batch))
+
+
+def largest_difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
+    assert a.keys() == b.keys()
+    return max(float(np.abs(a[name] - b[name]).max()) for name in a)
+
+
+def hf_scores(model: Path, dtype: torch.dtype) -> dict[str, np.ndarray]:
+    """The same by Hugging Face's model, each document alone."""
+    from transformers import AutoModelForCausalLM
+
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa").eval()
+    scores = {}
+    for sample in samples():
+        ids = torch.from_numpy(sample.input_ids)
+        with torch.no_grad():
+            log_softmax = torch.log_softmax(hf(ids[None]).logits[0].float() / TEMPERATURE, dim=-1)
+        picked = log_softmax[:-1].gather(1, ids[1:, None])[:, 0].numpy()
+        scores[sample.sample_id] = picked[sample.response_mask[1:]]
+    return scores
