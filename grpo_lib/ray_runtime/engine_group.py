@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import ray
 from grpo_lib.config import DeadlinesConfig
 from grpo_lib.errors import DeadlineExceeded, StalenessError
 from grpo_lib.ray_runtime.actor_group import ActorGroup, Pending
+from grpo_lib.ray_runtime.parcels import CompletionParcel
 from grpo_lib.ray_runtime.weight_client import RayWeightClient
 from grpo_lib.types import Completion, GenerationRequest, WeightReceipt
 
@@ -23,12 +25,33 @@ _POLL_S = 1.0  # how long an engine holds a poll open when nothing finishes
 _MIN_CONCURRENCY = 3  # a poll held open, a command, and a ping
 
 
+class EngineHost:
+    """An engine in its actor: everything is the engine's own, but what it polls travels as one parcel."""
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        self._engine = factory()
+
+    def poll(self, timeout_s: float) -> CompletionParcel:
+        return CompletionParcel(self._engine.poll(timeout_s))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def engine_actors(
+    factories: Sequence[Callable[[], Any]], *, num_cpus: float, max_concurrency: int = 4, **options: Any
+) -> ActorGroup:
+    """The actors of an `EngineGroup`, one for each factory; `options` are those of `ActorGroup`."""
+    hosts = [partial(EngineHost, factory) for factory in factories]
+    return ActorGroup("engine", hosts, num_cpus=num_cpus, max_concurrency=max_concurrency, **options)
+
+
 class EngineGroup:
     """Driver-side front of engine actors. Not thread-safe: one thread of the driver uses it.
 
     Args:
-        group: Hosts `RolloutEngine` objects that also take vLLM's weight-transfer calls; needs a concurrency of at
-            least 3, because polls wait inside the actor.
+        group: Made by `engine_actors`; hosts `RolloutEngine` objects that also take vLLM's weight-transfer calls. Needs
+            a concurrency of at least 3, because polls wait inside the actor.
         workers_per_engine: Processes of one engine that each hold a share of the weights.
     """
 

@@ -10,7 +10,7 @@ import torch
 from grpo_lib.config import DeadlinesConfig
 from grpo_lib.errors import RankFailure
 from grpo_lib.ray_runtime.actor_group import ActorGroup
-from grpo_lib.ray_runtime.batch_wire import BatchParcel
+from grpo_lib.ray_runtime.parcels import BatchParcel
 from grpo_lib.types import SenderReport, StepMetrics, StepPlan
 
 _TRAIN = "deadlines.train_s"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,16 @@ from grpo_lib.config import DeadlinesConfig, RuntimeConfig, WeightSyncConfig
 from grpo_lib.errors import RankFailure
 from grpo_lib.ray_runtime.actor_group import ActorGroup
 from grpo_lib.ray_runtime.cluster import local_cluster
-from grpo_lib.ray_runtime.engine_group import EngineGroup
-from grpo_lib.types import Completion, FinishReason, GenerationRequest, SamplingParams, SenderReport, VersionSpan
+from grpo_lib.ray_runtime.engine_group import EngineGroup, engine_actors
+from grpo_lib.types import (
+    CanaryResult,
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    SenderReport,
+    VersionSpan,
+)
 from grpo_lib.weight_sync.canary import DecodeCanary
 from grpo_lib.weight_sync.sender import EngineClient, OpenChannel, WeightSender
 from grpo_lib.weight_sync.sync import CertifiedWeightSync
@@ -40,7 +49,8 @@ class LocalRank:
     open_channel: OpenChannel | None = None
 
     def __post_init__(self) -> None:
-        self.sender = WeightSender(self.trainer, backend="cpu_gloo", rank=0, open_channel=self.open_channel)  # type: ignore
+        trainer: Any = self.trainer  # has what a sender needs of a trainer, and no more
+        self.sender = WeightSender(trainer, backend="cpu_gloo", rank=0, open_channel=self.open_channel)
 
     def arrive(self, *, deadline_s: float, setting: str) -> None:
         del deadline_s, setting
@@ -57,11 +67,12 @@ class Stack:
     actors: ActorGroup
     engines: EngineGroup
     trainer: HfTrainer
-    sync: CertifiedWeightSync
     folder: Path
-    start_s: float
 
-    def one(self, index: int, method: str, *args: object) -> object:
+    def __post_init__(self) -> None:
+        self.sync = self.sync_with()
+
+    def one(self, index: int, method: str, *args: Any) -> Any:
         return self.actors.call_one(index, method, *args, **WAIT)
 
     def generate(self, index: int, requests: Sequence[GenerationRequest]) -> dict[str, Completion]:
@@ -70,16 +81,16 @@ class Stack:
         deadline = time.monotonic() + 60
         while len(done) < len(requests):
             assert time.monotonic() < deadline
-            done |= {c.request_id: c for c in self.one(index, "poll", 1.0)}  # type: ignore
+            done |= {c.request_id: c for c in self.one(index, "poll", 1.0)}
         return done
 
-    def worst(self, requests: Sequence[GenerationRequest], done: dict[str, Completion], **scoring: object) -> float:
+    def worst(self, requests: Sequence[GenerationRequest], done: dict[str, Completion], **scoring: Any) -> float:
         """Largest |engine - trainer| log-probability."""
         pairs = [(r.prompt_token_ids, done[r.request_id].token_ids) for r in requests]
-        scores = self.trainer.score(pairs, **scoring)  # type: ignore
+        scores = self.trainer.score(pairs, **scoring)
         return max(float(np.abs(done[r.request_id].logprobs - s).max()) for r, s in zip(requests, scores, strict=True))
 
-    def sync_with(self, **parts: object) -> CertifiedWeightSync:
+    def sync_with(self, **parts: Any) -> CertifiedWeightSync:
         """A weight sync of its own channel, with one part replaced."""
         canary = DecodeCanary(
             prompts=PROMPTS,
@@ -88,14 +99,14 @@ class Stack:
             score=self.trainer.score,
             tolerance=5e-5,
         )
-        arguments = {
+        arguments: dict[str, Any] = {
             "ranks": LocalRank(self.trainer),
             "engines": self.engines,
             "config": WeightSyncConfig(canary_every=3),
             "deadlines": DEADLINES,
             "canary": canary,
         }
-        return CertifiedWeightSync(**(arguments | parts))  # type: ignore
+        return CertifiedWeightSync(**(arguments | parts))
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +117,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         trainer.model.save_pretrained(folder)
         factories = [EngineFactory(folder, "engine 0", 1.0), EngineFactory(folder, "engine 1", 0.7)]
         env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        actors = ActorGroup("engine", factories, num_cpus=1.0, env_vars=env, max_concurrency=4)
-        started = time.perf_counter()
+        actors = engine_actors(factories, num_cpus=1.0, env_vars=env)
         actors.start(deadline_s=280.0, setting="deadlines.engine_start_s")
         engines = EngineGroup(actors, deadlines=DEADLINES)
-        stack = Stack(actors, engines, trainer, None, folder, time.perf_counter() - started)  # type: ignore
-        stack.sync = stack.sync_with()
+        stack = Stack(actors, engines, trainer, folder)
         stack.sync.connect()
         yield stack
         actors.close()
@@ -127,7 +136,7 @@ def test_decode_equals_score_exactly_and_the_trainer_closely(stack: Stack) -> No
         ([*r.prompt_token_ids, *done[r.request_id].token_ids.tolist()], len(r.prompt_token_ids)) for r in requests
     ]
     scores = stack.one(0, "score", sequences)
-    for r, score in zip(requests, scores, strict=True):  # type: ignore
+    for r, score in zip(requests, scores, strict=True):
         np.testing.assert_array_equal(score, done[r.request_id].logprobs)
         assert score.dtype == np.float32
     assert stack.worst(requests, done) < FP32
@@ -201,7 +210,7 @@ def begin_long(stack: Stack, keys: Sequence[str], seed: int = 0) -> list[Generat
     ]
     stack.one(0, "submit", requests)
     deadline = time.monotonic() + 30
-    while min(stack.one(0, "progress").values(), default=0) < 3:  # type: ignore
+    while min(stack.one(0, "progress").values(), default=0) < 3:
         assert time.monotonic() < deadline
     stack.one(0, "pause")
     return requests
@@ -211,18 +220,20 @@ def test_an_aborted_fragment_is_never_a_natural_stop(stack: Stack) -> None:
     begin_long(stack, ["x0", "x1", "x2"])
     fragments = stack.one(0, "abort", ["x0", "x2", "unknown"])
     stack.one(0, "resume")
-    assert {c.request_id for c in fragments} == {"x0", "x2"}  # type: ignore
-    for fragment in fragments:  # type: ignore
+    assert {c.request_id for c in fragments} == {"x0", "x2"}
+    for fragment in fragments:
         assert fragment.finish_reason is FinishReason.ABORT
         assert 3 <= len(fragment.token_ids) < 100
     rest: list[Completion] = []
     while not rest:
-        rest += stack.one(0, "poll", 1.0)  # type: ignore
+        rest += stack.one(0, "poll", 1.0)
     assert [(c.request_id, c.finish_reason, len(c.token_ids)) for c in rest] == [("x1", FinishReason.LENGTH, 100)]
 
 
 def test_states_refuse_what_would_mix_weights(stack: Stack) -> None:
-    attempt = lambda method, *args: stack.one(0, "attempt", method, *args)  # noqa: E731
+    def attempt(method: str, *args: Any) -> str:
+        return stack.one(0, "attempt", method, *args)
+
     some = [request("r", PROMPTS[0], seed=0)]
     assert "engine 0 is running; start_weight_update is legal only while paused" in attempt("start_weight_update")
     assert "legal only while paused" in attempt("load_weights", stack.folder, 1)
@@ -251,11 +262,8 @@ def check_engines(stack: Stack, key: str) -> float:
     return worst
 
 
-def test_push_is_certified_and_engines_sample_from_the_new_weights(
-    stack: Stack, record_property: pytest.RecordProperty
-) -> None:
+def test_push_is_certified_and_engines_sample_from_the_new_weights(stack: Stack) -> None:
     assert check_engines(stack, "before") < FP32
-    seconds: list[float] = []
     for number in range(4):
         stack.trainer.change(seed=number)
         certificate = stack.sync.push(stack.trainer.policy_version)
@@ -266,13 +274,10 @@ def test_push_is_certified_and_engines_sample_from_the_new_weights(
         assert (certificate.canary is not None) == (number % 3 == 0), "first push and every third"
         if certificate.canary is not None:
             assert certificate.canary.num_tokens >= 8
-        seconds.append(certificate.transfer_s)
+        assert 0 < certificate.transfer_s < 5
         assert check_engines(stack, f"after{number}") < FP32
     assert stack.engines.policy_version == stack.trainer.policy_version
     assert "vllm" not in sys.modules, "the trainer's side of cpu_gloo needs no vLLM"
-    record_property("sync_s", sorted(seconds)[1])
-    record_property("engine_start_s", stack.start_s)
-    print(f"sync {min(seconds):.4f} … {max(seconds):.4f} s; two engines started in {stack.start_s:.1f} s")  # noqa: T201
 
 
 def test_weights_changed_under_a_request_split_its_version_spans(stack: Stack) -> None:
@@ -284,7 +289,7 @@ def test_weights_changed_under_a_request_split_its_version_spans(stack: Stack) -
     assert stack.sync.push(stack.trainer.policy_version).ok  # resumes
     done: dict[str, Completion] = {}
     while len(done) < 2:
-        done |= {c.request_id: c for c in stack.one(0, "poll", 1.0)}  # type: ignore
+        done |= {c.request_id: c for c in stack.one(0, "poll", 1.0)}
     for r in requests:
         completion = done[r.request_id]
         first, second = completion.version_spans
@@ -347,7 +352,7 @@ def recover(stack: Stack) -> None:
 
 
 def test_a_decode_path_with_other_weights_fails_the_canary_only(stack: Stack) -> None:
-    def damaged_canary(policy_version: int) -> object:
+    def damaged_canary(policy_version: int) -> CanaryResult:
         stack.one(1, "damage_decoding")
         return healthy(policy_version)
 

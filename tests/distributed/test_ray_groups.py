@@ -18,7 +18,7 @@ from grpo_lib.config import DeadlinesConfig, RuntimeConfig
 from grpo_lib.errors import DeadlineExceeded, PreflightError, RankFailure, StalenessError
 from grpo_lib.ray_runtime.actor_group import ActorGroup
 from grpo_lib.ray_runtime.cluster import local_cluster
-from grpo_lib.ray_runtime.engine_group import EngineGroup
+from grpo_lib.ray_runtime.engine_group import EngineGroup, engine_actors
 from grpo_lib.ray_runtime.trainer_group import RayTrainerGroup
 from grpo_lib.types import GenerationRequest, PackedBatch, SamplingParams, StepPlan
 from tests.distributed.ray_members import Engine, Member, Rank, broken_factory
@@ -233,17 +233,17 @@ def test_ranks_that_drift_apart_are_noticed(trainer: RayTrainerGroup) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine_actors() -> Iterator[ActorGroup]:
+def fake_engines() -> Iterator[ActorGroup]:
     factories = [partial(Engine, 0), partial(Engine, 1, delay_s=0.3)]
-    group = ActorGroup("engine", factories, num_cpus=0.5, max_concurrency=4)
+    group = engine_actors(factories, num_cpus=0.5)
     group.start(deadline_s=120.0, setting="deadlines.engine_start_s")
     yield group
     group.close()
 
 
 @pytest.fixture
-def engines(engine_actors: ActorGroup) -> EngineGroup:
-    return EngineGroup(engine_actors, deadlines=DEADLINES, workers_per_engine=2)
+def engines(fake_engines: ActorGroup) -> EngineGroup:
+    return EngineGroup(fake_engines, deadlines=DEADLINES, workers_per_engine=2)
 
 
 def request(key: str, prompt: tuple[int, ...], seed: int = 0) -> GenerationRequest:
@@ -301,8 +301,8 @@ def test_scores_come_back_in_order(engines: EngineGroup) -> None:
     assert [score.tolist() for score in scores] == [[index, index + 10] for index in range(5)]
 
 
-def test_weight_calls_reach_every_engine_in_vllms_convention(engines: EngineGroup, engine_actors: ActorGroup) -> None:
-    marks = [len(journal) for journal in engine_actors.call("journal", **WAIT)]
+def test_weight_calls_reach_every_engine_in_vllms_convention(engines: EngineGroup, fake_engines: ActorGroup) -> None:
+    marks = [len(journal) for journal in fake_engines.call("journal", **WAIT)]
     client = engines.weight_client()
     assert client.num_receivers == 4
     client.init_weight_transfer_engine({"master_port": 1, "rank_offset": 1, "world_size": 5})
@@ -311,7 +311,7 @@ def test_weight_calls_reach_every_engine_in_vllms_convention(engines: EngineGrou
     client.finish_weight_update()
     engines.pause()
     engines.resume()
-    journals = [j[mark:] for j, mark in zip(engine_actors.call("journal", **WAIT), marks, strict=True)]
+    journals = [j[mark:] for j, mark in zip(fake_engines.call("journal", **WAIT), marks, strict=True)]
     for index, journal in enumerate(journals):
         # two workers each: engine 0 takes ranks 1 and 2, engine 1 takes 3 and 4
         joined = {"init_info": {"master_port": 1, "rank_offset": 1 + 2 * index, "world_size": 5}}
@@ -319,12 +319,12 @@ def test_weight_calls_reach_every_engine_in_vllms_convention(engines: EngineGrou
     assert engines.checkpoint_names() == (frozenset({"w"}), frozenset({"w"}))
     assert [dict(receipt.checksums) for receipt in engines.commit_weights(9)] == [{"w": 0}, {"w": 1}]
     assert engines.policy_version == 9
-    engine_actors.call_one(1, "set_version", 8, **WAIT)
+    fake_engines.call_one(1, "set_version", 8, **WAIT)
     with pytest.raises(StalenessError, match=r"\[9, 8\]"):
         _ = engines.policy_version
 
 
 def test_an_engine_that_could_not_answer_beside_a_poll_is_refused() -> None:
-    group = ActorGroup("engine", [partial(Engine, 0)], num_cpus=0.1, max_concurrency=1)
+    group = engine_actors([partial(Engine, 0)], num_cpus=0.1, max_concurrency=1)
     with pytest.raises(ValueError, match="max_concurrency >= 3"):
         EngineGroup(group, deadlines=DEADLINES)
