@@ -28,13 +28,21 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     Raises:
         DataError: there is none, or it is not a fast one, whose definition can be hashed.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    if not (folder / "tokenizer_config.json").is_file() and not (folder / "tokenizer.json").is_file():
-        raise DataError(f"model folder {folder} has no tokenizer (tokenizer.json, tokenizer_config.json)")
+    config = folder / "tokenizer_config.json"
+    if not config.is_file() and not (folder / "tokenizer.json").is_file():
+        raise DataError(f"model folder {folder} has no tokenizer (tokenizer.json, {config.name})")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        named = json.loads(config.read_bytes()).get("tokenizer_class") if config.is_file() else None
+        if named == PreTrainedTokenizerFast.__name__:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        else:
+            # Chooses a model's own class; importing it takes seconds, torch among them, so not without need.
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise DataError(f"the tokenizer of {folder} cannot be loaded: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise DataError(f"the tokenizer of {folder} is a {type(tokenizer).__name__}; save it with a tokenizer.json")

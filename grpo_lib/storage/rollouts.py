@@ -122,7 +122,8 @@ def read_rollouts(store: ArtifactStore, ref: StoreRef) -> StoredRollouts:
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     digest = _digest(rows)
     if digest != metadata["content_digest"]:
-        raise StorageError(f"artifact {path} was written with content {metadata['content_digest']} and reads as {digest}")
+        written = metadata["content_digest"]
+        raise StorageError(f"artifact {path} was written with content {written} and reads as {digest}")
     by_group: dict[str, list[_Row]] = {}
     for row in rows:
         by_group.setdefault(row["group_id"], []).append(row)

@@ -20,12 +20,12 @@ from grpo_lib.types import Prompt, Verdict
 from grpo_lib.verifiers.base import VerifierSpec, judged, no_answer
 
 MAX_DIGITS = 1000
-_INTEGER = re.compile(rf"\s*([+-]?)([0-9]{{1,{MAX_DIGITS}}})\s*")
+_INTEGER = re.compile(rf"([+-]?)([0-9]{{1,{MAX_DIGITS}}})")
 
 
 def parse_integer(text: str) -> str | None:
     """The canonical digit string of a text that is one integer, such as ``"-42"`` for ``" -042 "``; None otherwise."""
-    match = _INTEGER.fullmatch(text)
+    match = _INTEGER.fullmatch(text.strip())
     if match is None:
         return None
     sign, digits = match.groups()

@@ -31,7 +31,7 @@ MEMORY_LIMIT_BYTES = 4 << 30
 def main(read_descriptor: int, write_descriptor: int) -> int:
     """Serve until the parent closes its end, which it also does by dying."""
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a verifier that prints must not print into the run's output
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    _limit_memory()
     requests = Connection(read_descriptor, writable=False)
     verdicts = Connection(write_descriptor, readable=False)
     try:
@@ -41,17 +41,22 @@ def main(read_descriptor: int, write_descriptor: int) -> int:
         verdicts.send(f"{type(error).__name__}: {error}")
         return 1
     verdicts.send(None)
-    while True:
-        try:
-            batch = requests.recv()
-        except EOFError:
-            return 0
-        for name, prompt, text in batch:
-            # Kills this process even inside C code that never returns, in case the parent is no longer there to.
-            signal.setitimer(signal.ITIMER_REAL, alarm_s)
-            verdict = judge(name, verifiers[name], prompt, text)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            verdicts.send(verdict)
+    try:
+        while True:
+            for name, prompt, text in requests.recv():
+                # Kills this process even inside C code that never returns, in case the parent is no longer there to.
+                signal.setitimer(signal.ITIMER_REAL, alarm_s)
+                verdict = judge(name, verifiers[name], prompt, text)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                verdicts.send(verdict)
+    except (EOFError, BrokenPipeError):
+        return 0
+
+
+def _limit_memory() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MEMORY_LIMIT_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_LIMIT_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def judge(name: str, verifier: Verifier, prompt: Prompt, text: str) -> Verdict:

@@ -58,7 +58,11 @@ class WorkerProcess:
                 [sys.executable, "-P", "-m", "grpo_lib.verifiers.worker", str(requests_read), str(verdicts_write)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(requests_read, verdicts_write),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+                    "OMP_NUM_THREADS": "1",  # a worker is one core's worth; more threads only steal from the trainer
+                },
                 start_new_session=True,
             )
         except BaseException:
@@ -82,7 +86,7 @@ class WorkerProcess:
                 return f"it was not ready within {_START_S:g} s"
             return self._verdicts.recv()
         except (EOFError, OSError):
-            return f"it {self._exit()}; its error output says more"
+            return f"it {_ending(self._exit_status())}; its error output says more"
 
     def send(self, batch: Sequence[tuple[str, Prompt, str]]) -> bool:
         """Give it (verifier, prompt, text) triples; False when it is dead already."""
@@ -101,7 +105,10 @@ class WorkerProcess:
         try:
             return self._verdicts.recv() if self._readable.poll(math.ceil(1000 * timeout_s)) else None
         except (EOFError, OSError) as error:
-            raise WorkerDied(self._exit()) from error
+            status = self._exit_status()
+            if status == -signal.SIGALRM:  # it noticed its deadline before this process did
+                return None
+            raise WorkerDied(_ending(status)) from error
 
     def kill(self) -> None:
         """Kill it and everything in its session's group; safe from any thread and at any time."""
@@ -113,16 +120,16 @@ class WorkerProcess:
 
     def reap(self) -> None:
         """Kill it, wait for its end and close the pipes; only the thread that reads from it may call this."""
-        self.kill()
-        with self._lock:
-            self._process.wait()
-            self._reaped = True
+        self._exit_status()
         self._requests.close()
         self._verdicts.close()
 
-    def _exit(self) -> str:
+    def _exit_status(self) -> int:
         self.kill()
         with self._lock:
-            status = self._process.wait()
             self._reaped = True
-        return f"died of signal {-status}" if status < 0 else f"exited with status {status}"
+            return self._process.wait()
+
+
+def _ending(status: int) -> str:
+    return f"died of signal {-status}" if status < 0 else f"exited with status {status}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -33,6 +34,16 @@ def hangs(correct_reward: float) -> Verifier:
 def exits(correct_reward: float) -> Verifier:
     def verify(prompt: Prompt, text: str) -> Verdict:
         os._exit(int(text))
+
+    return verify
+
+
+def alarms(correct_reward: float) -> Verifier:
+    """Dies as a worker does whose own deadline came before its parent looked."""
+
+    def verify(prompt: Prompt, text: str) -> Verdict:
+        os.kill(os.getpid(), signal.SIGALRM)
+        raise AssertionError("survived its alarm")
 
     return verify
 
@@ -111,7 +122,7 @@ def cannot_start(correct_reward: float) -> Verifier:
 HOSTILE = {
     factory.__name__: factory
     for factory in (
-        good, hangs, exits, segfaults, raises, gives_none, gives_reward, hoards, prints, counts_characters,
+        good, hangs, exits, alarms, segfaults, raises, gives_none, gives_reward, hoards, prints, counts_characters,
         leaves_child,
     )
 }  # fmt: skip

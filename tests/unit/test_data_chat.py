@@ -97,6 +97,21 @@ def test_decoder_leaves_out_special_tokens_only(tokenizer) -> None:
     assert decode(tokenizer.encode(spaced, add_special_tokens=False)) == spaced
 
 
+def test_generic_tokenizer_is_what_auto_classes_choose(shipped, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    chosen = AutoTokenizer.from_pretrained(FOLDER)
+    assert type(shipped) is type(chosen)
+    assert tokenizer_sha256(shipped) == tokenizer_sha256(chosen)
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "model"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    assert config.pop("tokenizer_class") == type(shipped).__name__
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert PromptEncoder(load_tokenizer(folder), "tokenizer").encode("1+1=").token_ids == (
+        USER, *ids_of("1+1="), ASSISTANT,
+    )  # fmt: skip
+
+
 def test_folder_without_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no tokenizer"):
         load_tokenizer(tmp_path)
