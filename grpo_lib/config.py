@@ -130,8 +130,8 @@ class TrainerConfig(_Section):
 
     backend: Literal["olmo_core", "hf_deepspeed"] = Field(default="olmo_core", description="Trainer backend.")
     num_ranks: int = Field(default=2, ge=1, description="Data-parallel ranks, one Ray actor each.")
-    pack_length: int = Field(default=256, ge=2, description="Tokens per pack; holds at least one prompt and response.")
-    micro_batch_packs: int = Field(default=1, ge=1, description="Packs per forward pass and rank.")
+    pack_length: int = Field(default=128, ge=2, description="Tokens per pack; holds at least one prompt and response.")
+    micro_batch_packs: int = Field(default=16, ge=1, description="Most packs of a rank's forward pass.")
     learning_rate: float = Field(default=1e-3, gt=0, description="Peak learning rate.")
     lr_scheduler: Literal["constant", "linear", "cosine"] = Field(default="constant", description="After the warm-up.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up.")

@@ -7,6 +7,7 @@ order inside each row, and rows to the order of their first documents. Nothing i
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,21 +41,23 @@ def plan_step(
     Ranks that plan for themselves drop different numbers of groups, get different numbers of micro-batches and wait
     for each other forever (verl 5228). Here every rank gets the same number of micro-batches of the same shape, filled
     up with rows of padding, and the fullest remaining row always goes to the rank with the fewest tokens.
+
+    Args:
+        micro_batch_packs: Most rows of a micro-batch. A rank's rows are spread evenly over the fewest micro-batches, so
+            less than one row per micro-batch is added to what its share needs.
     """
     if num_ranks < 1 or micro_batch_packs < 1:
         raise ValueError(f"num_ranks ({num_ranks}) and micro_batch_packs ({micro_batch_packs}) must be at least 1")
     _check_samples(samples, pack_length)
     lengths = [len(sample.input_ids) for sample in samples]
     rows = fit_rows(lengths, pack_length)
-    num_micro_batches = _ceil_div(len(rows), num_ranks * micro_batch_packs)
-    rows_per_rank = num_micro_batches * micro_batch_packs
+    num_micro_batches, width = _micro_batch_shape(len(rows), num_ranks, micro_batch_packs)
+    rows_per_rank = num_micro_batches * width
     micro_batches = []
     for rank_rows in _balance(rows, lengths, num_ranks, rows_per_rank):
         rank_rows += [[] for _ in range(rows_per_rank - len(rank_rows))]
-        starts = range(0, rows_per_rank, micro_batch_packs)
-        micro_batches.append(
-            tuple(_packed_batch(samples, rank_rows[i : i + micro_batch_packs], pack_length) for i in starts)
-        )
+        starts = range(0, rows_per_rank, width)
+        micro_batches.append(tuple(_packed_batch(samples, rank_rows[i : i + width], pack_length) for i in starts))
     return StepPlan(
         micro_batches=tuple(micro_batches),
         num_samples=len(samples),
@@ -131,10 +134,13 @@ def packing_plan(
             f"longest prompt ({max(prompt_lengths)}) + rollout.max_tokens ({max_response}) = {longest} exceeds "
             f"trainer.pack_length ({pack_length}); raise pack_length or lower max_tokens or data.max_prompt_tokens"
         )
-    row_unit = num_ranks * micro_batch_packs
+
+    def padded(num_rows: int) -> int:
+        return num_ranks * math.prod(_micro_batch_shape(num_rows, num_ranks, micro_batch_packs))
+
     padded_rows, real_tokens = [], []
     for lengths in _full_steps(prompt_lengths, max_response, group_size, prompts_per_step):
-        padded_rows.append(_ceil_div(len(fit_rows(lengths, pack_length)), row_unit) * row_unit)
+        padded_rows.append(padded(len(fit_rows(lengths, pack_length))))
         real_tokens.append(sum(lengths))
     num_samples = group_size * prompts_per_step
     # A row opens only when no row can hold the document, so every earlier one holds at least this many.
@@ -145,13 +151,20 @@ def packing_plan(
         longest_sample=longest,
         expected_packs_per_rank=float(np.mean(padded_rows)) / num_ranks,
         expected_padding_share=1 - sum(real_tokens) / (sum(padded_rows) * pack_length),
-        max_packs_per_rank=_ceil_div(max_rows, row_unit) * micro_batch_packs,
+        max_packs_per_rank=max(padded(rows) for rows in range(1, max_rows + 1)) // num_ranks,
         max_padding_share=max(
             1 - _fewest_tokens(rows, num_samples * (min(prompt_lengths) + 1), longest, pack_length)
-            / (_ceil_div(rows, row_unit) * row_unit * pack_length)
+            / (padded(rows) * pack_length)
             for rows in range(1, max_rows + 1)
         ),
     )  # fmt: skip
+
+
+def _micro_batch_shape(num_rows: int, num_ranks: int, micro_batch_packs: int) -> tuple[int, int]:
+    """(micro-batches per rank, rows of each)."""
+    per_rank = _ceil_div(num_rows, num_ranks)
+    num_micro_batches = _ceil_div(per_rank, micro_batch_packs)
+    return num_micro_batches, _ceil_div(per_rank, num_micro_batches)
 
 
 def _full_steps(

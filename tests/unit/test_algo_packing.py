@@ -142,7 +142,9 @@ def test_every_rank_gets_the_same_number_of_equally_shaped_micro_batches(
     batches = [batch for rank in plan.micro_batches for batch in rank]
     assert len(plan.micro_batches) == num_ranks
     assert len({len(rank) for rank in plan.micro_batches}) == 1
-    assert {tuple(batch.input_ids.shape) for batch in batches} == {(micro_batch_packs, pack_length)}
+    assert len({tuple(batch.input_ids.shape) for batch in batches}) == 1
+    assert batches[0].num_rows <= micro_batch_packs
+    assert batches[0].input_ids.shape[1] == pack_length
     check_content(samples, batches)
     assert plan.num_samples == len(samples)
     assert (
@@ -155,8 +157,10 @@ def test_every_rank_gets_the_same_number_of_equally_shaped_micro_batches(
     loads = [sum(batch.num_real_tokens for batch in rank) for rank in plan.micro_batches]
     assert max(loads) - min(loads) <= pack_length
     num_rows = len(fit_rows([p + r for p, r in lengths], pack_length))
-    spare = len(batches) * micro_batch_packs - num_rows
-    assert spare < num_ranks * micro_batch_packs, "no rank runs a micro-batch that the step could do without"
+    needed = -(-num_rows // (num_ranks * micro_batch_packs))
+    assert len(plan.micro_batches[0]) == needed, "no rank runs a micro-batch that the step could do without"
+    spare = len(batches) * batches[0].num_rows - num_rows
+    assert spare < num_ranks * needed, "no micro-batch is wider than the step needs"
 
 
 def test_longest_documents_are_placed_first():
@@ -168,10 +172,18 @@ def test_fewer_documents_than_ranks_leaves_all_padding_micro_batches():
     plan = plan_step(samples_of([(2, 2)]), num_ranks=3, pack_length=8, micro_batch_packs=2)
     empty = plan.micro_batches[1][0]
     assert [len(rank) for rank in plan.micro_batches] == [1, 1, 1]
-    assert empty.sample_ids == ((), ())
+    assert empty.sample_ids == ((),)
     assert not empty.doc_ids.any()
-    assert empty.position_ids.tolist() == [list(range(8))] * 2
-    assert plan.padding_share == 44 / 48
+    assert empty.position_ids.tolist() == [list(range(8))]
+    assert plan.padding_share == 20 / 24
+
+
+def test_rows_are_spread_evenly_over_the_fewest_micro_batches():
+    """7 full rows on one rank, at most 4 at once: two micro-batches of 4 and 3, the latter padded to 4."""
+    plan = plan_step(samples_of([(4, 4)] * 7), num_ranks=1, pack_length=8, micro_batch_packs=4)
+    assert [batch.num_rows for batch in plan.micro_batches[0]] == [4, 4]
+    plan = plan_step(samples_of([(4, 4)] * 9), num_ranks=1, pack_length=8, micro_batch_packs=8)
+    assert [batch.num_rows for batch in plan.micro_batches[0]] == [5, 5], "not 8 and 8"
 
 
 def test_same_samples_give_the_same_plan():
@@ -240,7 +252,7 @@ def test_packing_plan_bounds_hold_for_any_responses(data: st.DataObject):
         for _ in range(group_size * prompts_per_step)
     ]
     step = plan_step(samples_of(lengths), pack_length=pack_length, **shape)
-    assert len(step.micro_batches[0]) * shape["micro_batch_packs"] <= plan.max_packs_per_rank
+    assert sum(batch.num_rows for batch in step.micro_batches[0]) <= plan.max_packs_per_rank
     assert step.padding_share <= plan.max_padding_share + 1e-12
     assert plan.num_samples == len(lengths)
 

@@ -30,7 +30,7 @@ def test_validate_prints_the_configuration_and_what_follows(capsys: pytest.Captu
     for line in (
         "samples                 256 per step, 2,560 in all",
         "tokens per step         at most 5,632, of which 1,536 response",
-        "packs per step          2 ... 24",
+        "packs per step          4 ... 52",
         "reserved                2 CPUs, 0 GPUs",
     ):
         assert line in out
@@ -45,7 +45,7 @@ def test_validate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert plain["config"]["seed"] == 5
     assert plain["config"]["trainer"]["backend"] == "hf_deepspeed"
     assert plain["hash"] == config_hash(resolve("embedded_addition", seed=5, trainer="hf_deepspeed"))
-    assert plain["derived"]["packs_per_step"] == {"low": 2, "high": 24}
+    assert plain["derived"]["packs_per_step"] == {"low": 4, "high": 52}
 
 
 def test_wrong_values_end_with_all_problems_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +62,7 @@ def test_wrong_values_end_with_all_problems_and_exit_2(capsys: pytest.CaptureFix
             "did you mean embedded_addition?",
             "trainer.lerning_rate is not a setting; did you mean trainer.learning_rate?",
             "model.dtype (float64)",
-            "trainer.pack_length (256)",
+            "trainer.pack_length (128)",
             "rollout.group_size (1)",
             "256 positions",  # between the configuration and its model
         ),

@@ -14,9 +14,9 @@ FILES = ["data.source=parquet", "data.train_path=a.parquet", "data.heldout_path=
 CASES = [
     (
         "pack_holds_prompt_and_response",
-        ["data.max_prompt_tokens=200", "rollout.max_tokens=57"],
-        ["data.max_prompt_tokens (200)", "rollout.max_tokens (57)", "trainer.pack_length (256)", "257"],
-        ["trainer.pack_length=257"],
+        ["data.max_prompt_tokens=100", "rollout.max_tokens=29"],
+        ["data.max_prompt_tokens (100)", "rollout.max_tokens (29)", "trainer.pack_length (128)", "129"],
+        ["trainer.pack_length=129"],
     ),
     ("group_has_peers", ["rollout.group_size=1"], ["rollout.group_size (1)", "at least 2"], ["rollout.group_size=2"]),
     (

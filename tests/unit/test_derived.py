@@ -42,15 +42,15 @@ def test_counts_worked_by_hand() -> None:
     assert derived.max_tokens_per_step == 256 * 22
     assert derived.epochs == 10 * 16 / 800
     assert derived.evaluation_samples == 2 * 150 * 49
-    # 11 samples of 22 tokens fit a pack of 256; the shortest sample has two tokens, so 128 of them do.
-    assert derived.packs_per_step == Bounds(low=2, high=24)
-    assert derived.packs_per_rank == Bounds(low=1, high=12)
+    # 5 samples of 22 tokens fit a pack of 128; the shortest sample has two tokens, so 64 of them do.
+    assert derived.packs_per_step == Bounds(low=4, high=52)
+    assert derived.packs_per_rank == Bounds(low=2, high=26)
     assert derived.cpus == 2 * 0.5 + 1 * 1.0
 
 
 def test_micro_batches_hold_several_packs() -> None:
     derived = derive(embedded("trainer.micro_batch_packs=5"), TINY)
-    assert derived.micro_batches_per_rank == Bounds(low=1, high=3)
+    assert derived.micro_batches_per_rank == Bounds(low=1, high=6)
 
 
 def test_epochs_of_files_are_not_known_yet() -> None:
@@ -77,7 +77,7 @@ def test_the_packer_stays_within_the_bounds(seed: int) -> None:
 
 def test_rank_memory_of_a_large_model_worked_by_hand() -> None:
     config = RunConfig.model_validate(
-        embedded().model_dump() | {"trainer": {"num_ranks": 4, "pack_length": 10_240, "logprob_chunk_tokens": 1024}}
+        embedded().model_dump() | {"trainer": {"num_ranks": 4, "pack_length": 10_240, "micro_batch_packs": 1}}
     )
     memory = rank_memory(config, QWEN_4B)
     assert memory.parameters == memory.gradients == 4 * 1_000_000_000
@@ -119,7 +119,7 @@ def test_plain_values_carry_the_totals() -> None:
     derived = derive(embedded(), TINY)
     plain = derived.to_dict()
     assert plain["rank_memory"]["total"] == derived.rank_memory.total
-    assert plain["packs_per_step"] == {"low": 2, "high": 24}
+    assert plain["packs_per_step"] == {"low": 4, "high": 52}
 
 
 @pytest.mark.parametrize(
