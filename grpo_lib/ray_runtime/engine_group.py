@@ -61,6 +61,7 @@ class EngineGroup:
         self._group, self._deadlines, self._workers_per_engine = group, deadlines, workers_per_engine
         self._owner: dict[str, int] = {}  # request id in flight → engine
         self._polls: dict[Any, int] = {}  # poll under way → engine
+        self._set_aside: list[Completion] = []  # arrived while somebody waited for others
 
     @property
     def num_engines(self) -> int:
@@ -90,6 +91,54 @@ class EngineGroup:
         self._owner.update((request.request_id, index) for index, batch in routed.items() for request in batch)
 
     def poll(self, timeout_s: float) -> list[Completion]:
+        if self._set_aside:
+            completions, self._set_aside = self._set_aside, []
+            return completions
+        return self._receive(timeout_s)
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, deadline_s: float | None = None
+    ) -> Iterator[Completion]:
+        """Submit, and yield these requests' completions as they finish.
+
+        Raises:
+            DeadlineExceeded: names the engines that still hold requests.
+        """
+        self.submit(requests)
+        return self._await(requests, self._deadlines.generate_s if deadline_s is None else deadline_s)
+
+    def decode_everywhere(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Every engine decodes every request; results by engine. For canaries: no engine may be taken on trust."""
+        limit_s = self._deadlines.generate_s
+        results: list[list[Completion]] = []
+        for index in range(self.num_engines):
+            self._group.call_one(index, "submit", requests, deadline_s=limit_s, setting=_GENERATE)
+            self._owner.update((request.request_id, index) for request in requests)
+            results.append(list(self._await(requests, limit_s)))
+        return results
+
+    def _await(self, requests: Sequence[GenerationRequest], limit_s: float) -> Iterator[Completion]:
+        """Completions of these requests; those of others are set aside for the next `poll`."""
+        deadline = time.monotonic() + limit_s
+        outstanding = {request.request_id for request in requests}
+        while outstanding:
+            for completion in self._receive(max(min(_POLL_S, deadline - time.monotonic()), 0.0)):
+                if completion.request_id not in outstanding:
+                    self._set_aside.append(completion)
+                    continue
+                outstanding.discard(completion.request_id)
+                yield completion
+            if outstanding and time.monotonic() > deadline:
+                held = Counter(self._group.label(self._owner[key]) for key in outstanding)
+                raise DeadlineExceeded(
+                    stage="rollouts",
+                    waited_for=", ".join(f"{count} completions of {engine}" for engine, count in sorted(held.items())),
+                    deadline_s=limit_s,
+                    setting=_GENERATE,
+                )
+
+    def _receive(self, timeout_s: float) -> list[Completion]:
+        """What engines finished since the last call; waits for the first."""
         self._ensure_polls(set(self._owner.values()))
         if not self._polls:
             time.sleep(timeout_s)
@@ -108,47 +157,6 @@ class EngineGroup:
             self._owner.pop(completion.request_id, None)
         self._ensure_polls(set(self._owner.values()))
         return completions
-
-    def generate(
-        self, requests: Sequence[GenerationRequest], *, deadline_s: float | None = None
-    ) -> Iterator[Completion]:
-        """Submit, and yield completions as they finish.
-
-        Raises:
-            DeadlineExceeded: names the engines that still hold requests.
-        """
-        limit_s = self._deadlines.generate_s if deadline_s is None else deadline_s
-        deadline = time.monotonic() + limit_s
-        self.submit(requests)
-        outstanding = {request.request_id for request in requests}
-        while outstanding:
-            for completion in self.poll(max(min(_POLL_S, deadline - time.monotonic()), 0.0)):
-                outstanding.discard(completion.request_id)
-                yield completion
-            if outstanding and time.monotonic() > deadline:
-                held = Counter(self._group.label(self._owner[key]) for key in outstanding)
-                raise DeadlineExceeded(
-                    stage="rollouts",
-                    waited_for=", ".join(f"{count} completions of {engine}" for engine, count in sorted(held.items())),
-                    deadline_s=limit_s,
-                    setting=_GENERATE,
-                )
-
-    def decode_everywhere(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Every engine decodes every request; results by engine. For canaries: no engine may be taken on trust."""
-        results: list[list[Completion]] = []
-        for index in range(self.num_engines):
-            wait = {"deadline_s": self._deadlines.generate_s, "setting": _GENERATE}
-            self._group.call_one(index, "submit", requests, **wait)
-            self._owner.update((request.request_id, index) for request in requests)
-            done: list[Completion] = []
-            deadline = time.monotonic() + self._deadlines.generate_s
-            while len(done) < len(requests):
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(stage="decode canary", waited_for=self._group.label(index), **wait)
-                done += self.poll(_POLL_S)
-            results.append(done)
-        return results
 
     def score(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[np.ndarray]:
         """Scores in the given order, computed by all engines side by side."""

@@ -296,6 +296,16 @@ def test_every_engine_decodes_for_the_canary(engines: EngineGroup) -> None:
     assert [{int(c.token_ids[0]) for c in engine} for engine in decoded] == [{0}, {1}]
 
 
+def test_a_canary_between_rollouts_loses_none_of_them(engines: EngineGroup) -> None:
+    engines.submit([request("r0", (1,)), request("r1", (2,))])  # engine 1 takes 0.3 s
+    decoded = engines.decode_everywhere([request("canary", (9,))])
+    assert [[c.request_id for c in engine] for engine in decoded] == [["canary"], ["canary"]]
+    rollouts: set[str] = set()
+    while len(rollouts) < 2:
+        rollouts |= {c.request_id for c in engines.poll(1.0)}
+    assert rollouts == {"r0", "r1"}
+
+
 def test_scores_come_back_in_order(engines: EngineGroup) -> None:
     scores = engines.score([([9, index, index + 10], 1) for index in range(5)])
     assert [score.tolist() for score in scores] == [[index, index + 10] for index in range(5)]
