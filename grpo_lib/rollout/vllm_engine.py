@@ -105,10 +105,6 @@ class VllmEngine:
     def policy_version(self) -> int:
         return self._policy_version
 
-    @property
-    def state(self) -> EngineState:
-        return self._state
-
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
             self._limits.check(request)
@@ -151,10 +147,10 @@ class VllmEngine:
         self._require("score", EngineState.RUNNING)
         for index, (token_ids, num_prompt_tokens) in enumerate(sequences):
             self._limits.check_tokens(f"sequence {index}", token_ids)
-            if not 1 <= num_prompt_tokens < len(token_ids) <= self._limits.max_model_len:
+            if not 1 <= num_prompt_tokens < len(token_ids) <= self._limits.max_scored_len:
                 raise ValueError(
                     f"sequence {index}: {len(token_ids)} tokens, {num_prompt_tokens} of them prompt; needs at least "
-                    f"one of each and at most the engine's {self._limits.max_model_len} in all"
+                    f"one of prompt and response, and at most {self._limits.max_scored_len} in all"
                 )
         futures = self._loop.call(lambda: self._admit_scores(sequences), fatal=True)
         return [future.result() for future in futures]
@@ -177,10 +173,10 @@ class VllmEngine:
         self._begin_update("load_weights")
         self._weight_call("reload_weights", weights_path=str(path))
         self._end_update()
-        (receipt, *_) = self.commit_weights(policy_version)
-        lost = sorted(self.checkpoint_names() - receipt.checksums.keys())
-        if lost or receipt.unloaded:
-            raise WeightSyncError(f"{self._name}: loading {path} left out {lost or receipt.unloaded}")
+        for receipt in self._receipts:
+            if lost := {*receipt.unloaded, *(self.checkpoint_names() - receipt.checksums.keys())}:
+                raise WeightSyncError(f"{self._name}: loading {path} left out {sorted(lost)}")
+        self.commit_weights(policy_version)
 
     def checkpoint_names(self) -> frozenset[str]:
         """Hugging Face names that a complete update must bring; a head tied to the embeddings is not one of them."""
@@ -199,11 +195,11 @@ class VllmEngine:
 
     def update_weights(self, request: dict[str, Any]) -> None:
         """Receive one ``{"update_info": {…}}``; every backend has this one form."""
-        self._require("update_weights", EngineState.UPDATING)
+        self._require_open_update("update_weights")
         self._weight_call("update_weights", update_info=request["update_info"])
 
     def finish_weight_update(self) -> None:
-        self._require("finish_weight_update", EngineState.UPDATING)
+        self._require_open_update("finish_weight_update")
         self._weight_call("finish_weight_update")
         self._end_update()
 
@@ -241,11 +237,12 @@ class VllmEngine:
             config=self._config,
             dtype=dtype,
             transfer_backend=transfer_backend,
-            max_model_len=_vllm_length(self._folder, self._limits.max_model_len),
+            # Scoring a sequence samples one token in addition.
+            max_model_len=self._limits.max_scored_len + 1,
         )
         torch.set_num_threads(threads)  # counted per thread, and vLLM forbids it once it runs
         llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        _warm_up(llm, prompt=[0] * min(4, self._limits.max_model_len - 1))
+        _warm_up(llm, self._limits.max_model_len)
         return llm
 
     def _has_work(self) -> bool:
@@ -368,6 +365,11 @@ class VllmEngine:
                 f"{self._name} is {self._state}; {call} is legal only while {' or '.join(sorted(allowed))}"
             )
 
+    def _require_open_update(self, call: str) -> None:
+        self._require(call, EngineState.UPDATING)
+        if self._receipts:
+            raise IllegalTransition(f"{self._name}: {call} after the update has finished; commit_weights comes next")
+
     def _give_up(self, failure: Exception) -> None:
         """Nothing will finish any more: wake everybody who waits."""
         with self._arrived:
@@ -383,20 +385,27 @@ def _limits(folder: ModelFolder, config: RolloutConfig, max_model_len: int) -> R
             f"prompt and response need {max_model_len} positions, but {folder.path} has {folder.max_positions}; "
             "lower rollout.max_tokens or data.max_prompt_tokens"
         )
-    return RequestLimits(max_model_len=max_model_len, vocab_size=folder.vocab_size, temperature=config.temperature)
+    # Where the architecture allows not one token more, the longest sequences cannot be scored.
+    room_for_one_more = folder.max_positions is None or max_model_len < folder.max_positions
+    return RequestLimits(
+        max_model_len=max_model_len,
+        max_scored_len=max_model_len if room_for_one_more else max_model_len - 1,
+        vocab_size=folder.vocab_size,
+        temperature=config.temperature,
+    )
 
 
-def _vllm_length(folder: ModelFolder, max_model_len: int) -> int:
-    """One token more than asked for where the architecture has it: scoring a full sequence samples one in addition."""
-    return max_model_len + (folder.max_positions is None or max_model_len < folder.max_positions)
-
-
-def _warm_up(llm: LLMEngine, prompt: list[int]) -> None:
+def _warm_up(llm: LLMEngine, max_model_len: int) -> None:
     """Run one sampled request and one scored one, so that the first real one finds everything loaded."""
     import vllm
 
+    prompt = [0] * max(1, min(4, max_model_len - 2))
+    num_tokens = min(2, max_model_len - len(prompt))  # the second is the first to be decoded
     for name, params in (
-        ("sample", vllm.SamplingParams(max_tokens=1, seed=0, logprobs=0, flat_logprobs=True, detokenize=False)),
+        (
+            "sample",
+            vllm.SamplingParams(max_tokens=num_tokens, seed=0, logprobs=0, flat_logprobs=True, detokenize=False),
+        ),
         ("score", scoring_params()),
     ):
         llm.add_request(f"warm-up-{name}", {"type": "token", "prompt_token_ids": list(prompt)}, params)

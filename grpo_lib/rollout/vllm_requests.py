@@ -23,6 +23,7 @@ class RequestLimits:
     """What this engine can serve."""
 
     max_model_len: int  # prompt and response tokens together
+    max_scored_len: int  # likewise, of a sequence to score
     vocab_size: int
     temperature: float  # of the run; other temperatures are possible only for sampling
 

@@ -32,7 +32,16 @@ from grpo_lib.types import (
 from grpo_lib.weight_sync.canary import DecodeCanary
 from grpo_lib.weight_sync.sender import EngineClient, OpenChannel, WeightSender
 from grpo_lib.weight_sync.sync import CertifiedWeightSync
-from tests.distributed.engine_parts import STOP, VOCAB, EngineFactory, HfTrainer, flipping, request, tiny_qwen3
+from tests.distributed.engine_parts import (
+    MAX_MODEL_LEN,
+    STOP,
+    VOCAB,
+    EngineFactory,
+    HfTrainer,
+    flipping,
+    request,
+    tiny_qwen3,
+)
 
 DEADLINES = DeadlinesConfig(generate_s=120.0, weight_sync_s=30.0, engine_start_s=280.0)
 WAIT = {"deadline_s": 120.0, "setting": "deadlines.generate_s"}
@@ -185,6 +194,16 @@ def test_scoring_at_another_temperature_is_refused(stack: Stack) -> None:
         stack.one(1, "score", [([3, 4, 5], 1)])
 
 
+def test_the_longest_sequence_can_be_scored_and_a_longer_one_is_refused(stack: Stack) -> None:
+    longest = [3 + k % 200 for k in range(MAX_MODEL_LEN)]
+    (score,) = stack.one(0, "score", [(longest, 1)])
+    (by_trainer,) = stack.trainer.score([((longest[0],), np.array(longest[1:]))])
+    assert np.abs(score - by_trainer).max() < FP32
+    for sequence in (([*longest, 3], 1), ([3, 4], 2), ([3, 4], 0)):
+        with pytest.raises(RankFailure, match=r"ValueError: sequence 0: .*at most 128 in all"):
+            stack.one(0, "score", [sequence])
+
+
 def test_every_stop_token_ends_a_completion_and_is_part_of_it(stack: Stack) -> None:
     stops = tuple(range(0, VOCAB, 3))
     requests = [request(f"s{k}", PROMPTS[k % 4], seed=k, max_tokens=4, stop_token_ids=stops) for k in range(40)]
@@ -245,6 +264,18 @@ def test_states_refuse_what_would_mix_weights(stack: Stack) -> None:
     assert "is paused; score is legal" in attempt("score", [([3, 4], 1)])
     assert "finish_weight_update is legal only while updating" in attempt("finish_weight_update")
     assert "commit_weights is legal only while updating" in attempt("commit_weights", 1)
+    stack.one(0, "resume")
+    stack.one(0, "pause")
+    stack.one(0, "start_weight_update")
+    assert "resume is legal only while paused" in attempt("resume")
+    assert "commit_weights before the update has finished" in attempt("commit_weights", 1)
+    stack.one(0, "finish_weight_update")  # nothing was sent: vLLM keeps the weights it has
+    assert "finish_weight_update after the update has finished" in attempt("finish_weight_update")
+    assert "update_weights after the update has finished" in attempt("update_weights", {"update_info": {}})
+    assert "is updating; resume" in attempt("resume"), "an update without a version is not sampled from"
+    (receipt,) = stack.one(0, "commit_weights", 0)
+    assert (dict(receipt.checksums), len(receipt.unloaded)) == ({}, len(set(receipt.unloaded)))
+    assert "model.embed_tokens.weight" in receipt.unloaded
     stack.one(0, "resume")
     with pytest.raises(RankFailure, match="already in flight"):
         stack.one(0, "submit", [*some, *some])

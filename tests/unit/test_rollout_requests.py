@@ -11,7 +11,7 @@ import pytest
 from grpo_lib.rollout.vllm_requests import InFlight, RequestLimits, finish_reason, flat_values, version_spans
 from grpo_lib.types import FinishReason, GenerationRequest, SamplingParams, VersionSpan
 
-LIMITS = RequestLimits(max_model_len=16, vocab_size=50, temperature=0.7)
+LIMITS = RequestLimits(max_model_len=16, max_scored_len=16, vocab_size=50, temperature=0.7)
 SAMPLING = SamplingParams(temperature=0.7, max_tokens=8, stop_token_ids=(1,))
 REQUEST = GenerationRequest(request_id="e0.p/3", prompt_token_ids=(4, 5, 6), sampling=SAMPLING, seed=3)
 
