@@ -16,7 +16,7 @@ os.environ.setdefault("METAFLOW_USER", user if (user := getpass.getuser()) != "r
 
 from cards import LiveCard, report_card
 from metaflow import Config, FlowSpec, Parameter, card, current, project, step
-from mutators import pool, scheduled, users_mistakes
+from mutators import pool, remote_pool, scheduled, users_mistakes
 
 logging.basicConfig(format="%(message)s")
 logging.getLogger("grpo_lib").setLevel(logging.INFO)
@@ -36,13 +36,20 @@ class GRPOFlow(FlowSpec):
     profile = Config("profile", default=str(_PROFILES / "local.json"), help="Where steps run.")
 
     @users_mistakes
+    @pool("cpu")
     @step
     def start(self):
         """One frozen config, its origin, and whether this machine can hold the run."""
         from grpo_lib.stages import begin
         from grpo_lib.stages.run_paths import RunPaths
 
-        setup = begin.run(recipe=self.recipe, overrides=list(self.overrides), trainer=self.trainer, seed=self.seed)
+        setup = begin.run(
+            recipe=self.recipe,
+            overrides=list(self.overrides),
+            trainer=self.trainer,
+            seed=self.seed,
+            pool=remote_pool(self.profile, "gpu"),
+        )
         self.config, self.config_hash = setup.config, setup.config_hash
         self.lineage, self.preflight = setup.lineage, setup.preflight
         self.paths = RunPaths.of(self.config, f"{current.flow_name}/{current.run_id}")
@@ -127,6 +134,7 @@ class GRPOFlow(FlowSpec):
         self.next(self.end)
 
     @users_mistakes
+    @pool("cpu")
     @step
     def end(self):
         """Prints the verdict; a failed check fails the flow here, with everything stored."""

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from metaflow import FlowMutator, StepMutator, user_step_decorator
 from metaflow.exception import MetaflowException
 
@@ -28,6 +31,20 @@ def users_mistakes(step_name, flow, inputs):
         raise StepFailed(error) from error
 
 
+def remote_pool(profile: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    """Settings of a pool; None where the profile runs steps locally.
+
+    Raises:
+        ValueError: the profile has no such pool.
+    """
+    if not profile.get("remote"):
+        return None
+    pools = profile["pools"]
+    if name not in pools:
+        raise ValueError(f"profile {profile['name']!r} has no pool {name!r}; it has {', '.join(pools)}")
+    return dict(pools[name])
+
+
 class pool(StepMutator):  # noqa: N801  # used as a decorator
     """`@pool("gpu")`: run the step on that pool of the profile.
 
@@ -39,13 +56,9 @@ class pool(StepMutator):  # noqa: N801  # used as a decorator
         self.name = name
 
     def pre_mutate(self, mutable_step) -> None:
-        profile = dict(mutable_step.flow.configs)["profile"]
-        if not profile.get("remote"):
+        spec = remote_pool(dict(mutable_step.flow.configs)["profile"], self.name)
+        if spec is None:
             return
-        pools = profile["pools"]
-        if self.name not in pools:
-            raise ValueError(f"profile {profile['name']!r} has no pool {self.name!r}; it has {', '.join(pools)}")
-        spec = dict(pools[self.name])
         retry = spec.pop("retry", None)
         mutable_step.add_decorator("kubernetes", deco_kwargs=spec, duplicates=mutable_step.OVERRIDE)
         if retry:

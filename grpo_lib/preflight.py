@@ -7,9 +7,10 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from packaging.specifiers import SpecifierSet
@@ -132,6 +133,19 @@ def inspect_machine(root: Path) -> Machine:
         memory_total_bytes=min(memory.total, limit),
         gpus=visible_gpus(),
         disk_free_bytes=shutil.disk_usage(_existing(root)).free,
+    )
+
+
+def pool_machine(pool: Mapping[str, Any]) -> Machine:
+    """What a pool of a profile will give a step, in the units of Metaflow's @kubernetes: CPUs, and memory and disk in
+    MB; its defaults where the pool is silent."""
+    memory = int(pool.get("memory", 4096)) * 10**6
+    return Machine(
+        cpus=float(pool.get("cpu", 1)),
+        memory_available_bytes=memory,
+        memory_total_bytes=memory,
+        gpus=int(pool.get("gpu") or 0),
+        disk_free_bytes=int(pool.get("disk", 10240)) * 10**6,
     )
 
 

