@@ -18,6 +18,7 @@ from grpo_lib.errors import DeadlineExceeded, RankFailure
 from grpo_lib.ray_runtime.cluster import ResourceDemand, check_cluster
 
 _ROOT_CAUSE_GRACE_S = 2.0  # how long to look for the member whose death made another one fail
+_ALL_AT_ONCE_S = 0.05  # most calls are over by then, and one wait for all members costs half of one wait for each
 _CLOSE_S = 10.0
 _CAUSE_CHARS = 600
 
@@ -64,6 +65,10 @@ class Host:
 
         return _answer(call)
 
+    def invoke_and_read(self, name: str, attribute: str) -> Answer:
+        """Call a method, then read an attribute: ``(result, value)`` for one round trip."""
+        return _answer(lambda: (getattr(self._object, name)(), getattr(self._object, attribute)))
+
 
 def _answer(call: Callable[[], Any]) -> Answer:
     try:
@@ -97,15 +102,19 @@ class Pending:
             DeadlineExceeded: names the members that have not answered.
         """
         deadline = limit = time.monotonic() + deadline_s
-        waiting = list(self._labels)
         answers: dict[Any, Answer] = {}
-        while waiting:
+        done, waiting = ray.wait(
+            list(self._labels), num_returns=len(self._labels), timeout=max(min(_ALL_AT_ONCE_S, deadline_s), 0.0)
+        )
+        while True:
+            answers.update(zip(done, _fetch(done), strict=True))
+            if limit == deadline and any(answer.error is not None for answer in answers.values()):
+                limit = min(deadline, time.monotonic() + _ROOT_CAUSE_GRACE_S)
+            if not waiting:
+                break
             done, waiting = ray.wait(waiting, num_returns=1, timeout=max(limit - time.monotonic(), 0.0))
             if not done:
                 break
-            answers[done[0]] = answer = _fetch(done[0])
-            if answer.error is not None and limit == deadline:
-                limit = min(deadline, time.monotonic() + _ROOT_CAUSE_GRACE_S)
         failures = {self._labels[ref]: answer for ref, answer in answers.items() if answer.error is not None}
         if failures:
             self._raise(failures)
@@ -131,14 +140,16 @@ class MemberDied(RuntimeError):
     """A member's process ended; the text is Ray's explanation."""
 
 
-def _fetch(ref: Any) -> Answer:
-    """The answer of a finished call; the end of its process becomes an answer too."""
+def _fetch(refs: Sequence[Any]) -> list[Answer]:
+    """The answers of finished calls; the end of a process becomes an answer too."""
     try:
-        return ray.get(ref)
-    except RayActorError as error:
-        return Answer(error=MemberDied(f"the process died: {' '.join(str(error).split())[:_CAUSE_CHARS]}"))
+        return ray.get(list(refs))
     except RayError as error:
-        return Answer(error=error)
+        if len(refs) > 1:
+            return [answer for ref in refs for answer in _fetch([ref])]
+        if isinstance(error, RayActorError):
+            error = MemberDied(f"the process died: {' '.join(str(error).split())[:_CAUSE_CHARS]}")
+        return [Answer(error=error)]
 
 
 class ActorGroup:
@@ -256,6 +267,11 @@ class ActorGroup:
 
     def begin_one(self, index: int, method: str, *args: Any, **kwargs: Any) -> Pending:
         return self._pending(method, {index: self.handles[index].invoke.remote(method, *args, **kwargs)})
+
+    def call_and_read(self, method: str, attribute: str, *, deadline_s: float, setting: str) -> list[tuple[Any, Any]]:
+        """Call all members and read an attribute right after it; (result, value) in member order."""
+        refs = {i: handle.invoke_and_read.remote(method, attribute) for i, handle in enumerate(self.handles)}
+        return self._pending(method, refs).wait(deadline_s=deadline_s, setting=setting)
 
     def call(self, method: str, *args: Any, deadline_s: float, setting: str, **kwargs: Any) -> list[Any]:
         """Call all members with the same arguments; results in member order. Errors as in `Pending.wait`."""

@@ -52,11 +52,11 @@ class RayTrainerGroup:
 
     def optim_step(self) -> StepMetrics:
         """Rank 0's metrics: they are global already, equal on all ranks, and must not be added up."""
-        stepping = self._group.begin("optim_step")
-        asking = self._group.begin("policy_version")  # ranks run calls in order, so this costs no round trip of its own
-        metrics = stepping.wait(deadline_s=self._deadlines.train_s, setting=_TRAIN)
-        self._policy_version = self._agreed(asking.wait(deadline_s=self._deadlines.train_s, setting=_TRAIN))
-        return metrics[0]
+        stepped = self._group.call_and_read(
+            "optim_step", "policy_version", deadline_s=self._deadlines.train_s, setting=_TRAIN
+        )
+        self._policy_version = self._agreed([version for _, version in stepped])
+        return stepped[0][0]
 
     def zero_grad(self) -> None:
         self._call("zero_grad")
