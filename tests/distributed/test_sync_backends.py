@@ -3,6 +3,8 @@ to the point where a GPU is needed."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
@@ -83,6 +85,24 @@ def test_a_trainer_written_for_vllms_factory_can_use_cpu_gloo() -> None:
     assert received.keys() == {"weight", "bias"}
     assert torch.equal(received["weight"], module.weight.detach())
     assert receiver.calls == ["start", "update", "finish"]
+
+
+def test_a_trainer_of_this_project_sends_over_cpu_gloo_without_vllm() -> None:
+    script = """
+import sys
+from grpo_lib.weight_sync.sender import WeightSender
+from tests.unit.test_weight_sync_channel import Receiver
+from tests.unit.test_weight_sync_sender import Trainer
+receiver = Receiver()
+receiver.sender_address = lambda: "127.0.0.1"
+sender = WeightSender(Trainer(), backend="cpu_gloo", rank=0)
+sender.connect(receiver, timeout_s=20.0)
+report = sender.push(2)
+assert list(receiver.updates[0]) == list(report.checksums)
+assert "vllm" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_its_other_ranks_only_gather() -> None:
