@@ -17,7 +17,7 @@ from grpo_lib.config import RunConfig
 from grpo_lib.pipeline import sampling_params
 from grpo_lib.ray_runtime.actor_group import ActorGroup, Pending
 from grpo_lib.ray_runtime.cluster import ResourceDemand, local_cluster
-from grpo_lib.ray_runtime.engine_group import EngineGroup
+from grpo_lib.ray_runtime.engine_group import EngineGroup, engine_actors
 from grpo_lib.ray_runtime.trainer_group import RayTrainerGroup
 from grpo_lib.rollout.vllm_engine import VllmEngine
 from grpo_lib.stages.scorers import score_packed
@@ -165,8 +165,7 @@ def _trainer(group: ActorGroup, config: RunConfig) -> RayTrainerGroup:
 
 
 def _engine_group(config: RunConfig, model_path: Path, policy_version: int) -> ActorGroup:
-    return ActorGroup(
-        "engine",
+    return engine_actors(
         [
             partial(
                 VllmEngine,
@@ -184,7 +183,6 @@ def _engine_group(config: RunConfig, model_path: Path, policy_version: int) -> A
         num_cpus=config.runtime.cpus_per_engine,
         num_gpus=config.runtime.gpus_per_engine,
         env_vars=_threads(config),
-        max_concurrency=4,
         placement_deadline_s=config.deadlines.placement_s,
     )
 
