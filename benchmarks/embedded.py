@@ -23,6 +23,7 @@ from grpo_lib.stages import begin, evaluate, fit, prepare_data
 from grpo_lib.stages.run_paths import RunPaths
 
 _REWARD_GOAL = 0.8
+_COLD_STEPS = 5  # fill caches
 _REWARD_WINDOW = 10  # steps averaged, so that one lucky batch is not the goal
 
 
@@ -75,13 +76,17 @@ class Observed:
     started: float
     rewards: list[float]
     step_s: list[float]
-    cpu_s: list[float]
+    last_step: int
+    warm_cpu_s: float = 0.0  # CPU seconds of the warm steps; sampling each of them would cost milliseconds of it
     to_goal_s: float | None = None
 
     def on_step(self, record: StepRecord) -> None:
         self.rewards.append(record.metrics["reward/mean"])
         self.step_s.append(record.metrics["time/step_s"])
-        self.cpu_s.append(self.tree.cpu_s())
+        if record.step == _COLD_STEPS:
+            self.warm_cpu_s = -self.tree.cpu_s()
+        elif record.step == self.last_step:
+            self.warm_cpu_s += self.tree.cpu_s()
         recent = self.rewards[-_REWARD_WINDOW:]
         if self.to_goal_s is None and len(recent) == _REWARD_WINDOW and statistics.mean(recent) >= _REWARD_GOAL:
             self.to_goal_s = time.perf_counter() - self.started
@@ -92,18 +97,17 @@ def measure(config: RunConfig, out: Path) -> dict[str, Any]:
     paths = RunPaths.of(config, f"embedded-seed{config.seed}")
     prepare_data.run(config, paths)
     with ProcessTree() as tree:
-        observed = Observed(tree=tree, started=time.perf_counter(), rewards=[], step_s=[], cpu_s=[])
+        observed = Observed(tree=tree, started=time.perf_counter(), rewards=[], step_s=[], last_step=config.loop.steps)
         training = fit.run(config, paths, run_id=paths.run.name, on_step=observed.on_step, from_shards=False)
         evaluation = evaluate.run(config, paths, policy_version=training.policy_version).evaluation
     at_100 = observed.rewards[99 - _REWARD_WINDOW + 1 : 100]
-    warm = slice(min(5, len(observed.step_s) - 1), None)  # first steps compile and fill caches
-    cpu_steps = [after - before for before, after in zip(observed.cpu_s, observed.cpu_s[1:], strict=False)]
+    warm = observed.step_s[_COLD_STEPS:]
     return {
         "system": f"grpo_lib/{config.trainer.backend}",
         "seed": config.seed,
         "threads": config.runtime.threads_per_process,
-        "s_per_step_median": statistics.median(observed.step_s[warm]),
-        "cpu_s_per_step": statistics.median(cpu_steps) if cpu_steps else None,
+        "s_per_step_median": statistics.median(warm),
+        "cpu_s_per_step": observed.warm_cpu_s / len(warm),
         "start_s": training.start_s,
         "wall_to_0_8": observed.to_goal_s,
         "reward_at_100": statistics.mean(at_100) if len(observed.rewards) >= 100 else None,
@@ -127,6 +131,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="GRPO steps; the recipe's when absent")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args()
+    if arguments.steps is not None and arguments.steps <= _COLD_STEPS:
+        parser.error(f"--steps must be above {_COLD_STEPS}, which are not measured")
     overrides = [
         *arguments.set,
         f"storage.root={json.dumps(str(arguments.out))}",

@@ -39,7 +39,11 @@ class RunRecorder(Protocol):
     def certificate(self, certificate: SyncCertificate) -> None: ...
 
     def rollouts(self, step: int, groups: tuple[RolloutGroup, ...], assessments: tuple[GroupAssessment, ...]) -> None:
-        """Store a step's groups before they are trained on."""
+        """Begin to store a step's groups, before they are trained on."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until the groups are stored."""
         ...
 
     def checkpoint(self, step: int, prompt_state: dict[str, int], empty_steps: int) -> None: ...
@@ -96,8 +100,9 @@ def fit(
             if certificate.canary is not None:
                 timer.move(certificate.canary.seconds, source="weight_sync", target="canary")
         state = replace(state, steps_done=step, empty_steps=0 if applied else state.empty_steps + 1)
-        if step % config.loop.checkpoint_every == 0 or step == config.loop.steps:
-            with timer.span("checkpoint"):
+        with timer.span("checkpoint"):
+            recorder.flush()
+            if step % config.loop.checkpoint_every == 0 or step == config.loop.steps:
                 recorder.checkpoint(step, pipeline.prompts.state(), state.empty_steps)
         recorder.step(_record(step, trainer.policy_version, applied, metrics, timer.finish_step()))
         _check_signal(config, state, rollouts)

@@ -7,6 +7,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -31,6 +32,9 @@ _RECENT_STEPS = 20  # that the time left is estimated from
 class DiskRecorder:
     """`RunRecorder`: metrics, certificates, rollouts and checkpoints of one run.
 
+    Rollouts are written by a thread of their own while the trainer works on them; the step's metrics, which say that
+    the step is done, wait for them.
+
     Args:
         trainer: Whose state checkpoints hold.
         trackers: Where metrics go besides the metrics file.
@@ -51,13 +55,24 @@ class DiskRecorder:
         self._store = LocalStore(paths.store)
         self._metrics = MetricsFile(paths.metrics)
         self._step_s: list[float] = []
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts")
+        self._written: Future[None] | None = None
 
     def certificate(self, certificate: SyncCertificate) -> None:
         _append(self._paths.certificates, _CERTIFICATE.dump_python(certificate, mode="json"))
 
     def rollouts(self, step: int, groups: tuple[RolloutGroup, ...], assessments: tuple[GroupAssessment, ...]) -> None:
-        ref = write_rollouts(self._store, step=step, groups=groups, assessments=assessments)
-        _append(self._paths.rollout_index, {"step": step, **ref.to_dict()})
+        def write() -> None:
+            ref = write_rollouts(self._store, step=step, groups=groups, assessments=assessments)
+            _append(self._paths.rollout_index, {"step": step, **ref.to_dict()})
+
+        self._written = self._writer.submit(write)
+
+    def flush(self) -> None:
+        """Wait until the step's rollouts are on disk; raises what went wrong there."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
 
     def checkpoint(self, step: int, prompt_state: dict[str, int], empty_steps: int) -> None:
         """Complete or absent: a checkpoint is written beside its place and renamed into it."""
@@ -87,7 +102,8 @@ class DiskRecorder:
             self._on_step(record)
 
     def close(self) -> None:
-        """Write the metrics as Parquet too, and close the trackers."""
+        """Finish writing, keep the metrics as Parquet too, and close the trackers."""
+        self._writer.shutdown(wait=True)
         if self._metrics.path.exists():
             self._metrics.write_parquet()
         for tracker in self._trackers:

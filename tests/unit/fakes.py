@@ -235,6 +235,9 @@ class FakeRecorder:
         self.journal.append(f"store rollouts {step}")
         self.groups.append(groups)
 
+    def flush(self) -> None:
+        self.journal.append("flush")
+
     def checkpoint(self, step: int, prompt_state: dict[str, int], empty_steps: int) -> None:
         self.journal.append(f"checkpoint {step}")
         self.checkpoints.append((step, prompt_state, empty_steps))

@@ -71,9 +71,9 @@ def test_order_of_a_run() -> None:
     assert state == LoopState(steps_done=3, empty_steps=0)
     step = ["forward_backward", "optim_step"]
     assert run.journal == [
-        "push v0", "submit 8 at v0", "store rollouts 1", *step, "push v1",
-        "submit 8 at v1", "store rollouts 2", *step, "push v2", "checkpoint 2",
-        "submit 8 at v2", "store rollouts 3", *step, "push v3", "checkpoint 3",
+        "push v0", "submit 8 at v0", "store rollouts 1", *step, "push v1", "flush",
+        "submit 8 at v1", "store rollouts 2", *step, "push v2", "flush", "checkpoint 2",
+        "submit 8 at v2", "store rollouts 3", *step, "push v3", "flush", "checkpoint 3",
     ]  # fmt: skip
     assert [record.policy_version for record in run.recorder.records] == [1, 2, 3]
 
