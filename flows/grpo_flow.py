@@ -138,11 +138,11 @@ class GRPOFlow(FlowSpec):
     @step
     def end(self):
         """Prints the verdict; a failed check fails the flow here, with everything stored."""
-        from grpo_lib.stages import parity_report
+        from grpo_lib.parity.report import gate, summary
 
-        print(parity_report.summary(self.parity, self.evaluation))
+        print(summary(self.parity, self.evaluation))
         print(f"\nreport card:  python flows/grpo_flow.py card view {current.run_id}/parity_report --id report")
-        parity_report.gate(self.parity)
+        gate(self.parity)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,9 @@ class AlgorithmConfig(_Section):
     correction_cap: float = Field(
         default=2.0, gt=1, description="Largest weight; `two_sided` and `mask` also use 1 / cap."
     )
+    max_masked_share: float = Field(
+        default=0.5, ge=0, le=1, description="A step whose correction leaves out more of its tokens stops the run."
+    )
     kl_beta: float = Field(
         default=0.0, ge=0, description="Weight of the KL to the frozen reference policy; 0 loads none."
     )

@@ -71,6 +71,10 @@ class StalenessError(GrpoError):
     """A rollout is older than `loop.max_staleness`, or engine and trainer versions differ after a push."""
 
 
+class MismatchError(GrpoError):
+    """Sampler and trainer disagree about more tokens than the configuration tolerates."""
+
+
 class NoLearningSignal(GrpoError):
     """Too many draws or steps in a row had no group with any spread in its rewards."""
 

@@ -16,7 +16,7 @@ from grpo_lib.algo.metrics import rollout_metrics
 from grpo_lib.algo.packing import plan_step
 from grpo_lib.algo.samples import training_samples
 from grpo_lib.config import RunConfig
-from grpo_lib.errors import NoLearningSignal, WeightSyncError
+from grpo_lib.errors import MismatchError, NoLearningSignal, WeightSyncError
 from grpo_lib.interfaces import TrainerGroup, WeightSync
 from grpo_lib.pipeline import RolloutPipeline, StepRollouts
 from grpo_lib.timing import StepTimer
@@ -91,54 +91,60 @@ def fit(
         if before_step is not None:
             before_step(step)
         rollouts = pipeline.next_batch(trainer.policy_version, timer)
-        with timer.span("checkpoint"):
-            recorder.rollouts(step, rollouts.groups, rollouts.assessments)
-        metrics, applied = train_step(config, trainer, rollouts, timer)
-        if applied:
+        with timer.span("pack"):
+            metrics = _rollout_metrics(rollouts, trainer.policy_version)
+            plan = plan_rollouts(config, trainer.num_ranks, rollouts)
+        recorder.rollouts(step, rollouts.groups, rollouts.assessments)
+        if plan is not None:
+            trained = train_step(config, trainer, plan, timer)
+            metrics = StepMetrics.merged([metrics, _plan_metrics(plan), trained])
             with timer.span("weight_sync"):
                 certificate = _certified_push(sync, trainer.policy_version, recorder)
             if certificate.canary is not None:
                 timer.move(certificate.canary.seconds, source="weight_sync", target="canary")
-        state = replace(state, steps_done=step, empty_steps=0 if applied else state.empty_steps + 1)
+        state = replace(state, steps_done=step, empty_steps=state.empty_steps + 1 if plan is None else 0)
         with timer.span("checkpoint"):
             recorder.flush()
             if step % config.loop.checkpoint_every == 0 or step == config.loop.steps:
                 recorder.checkpoint(step, pipeline.prompts.state(), state.empty_steps)
-        recorder.step(_record(step, trainer.policy_version, applied, metrics, timer.finish_step()))
+        record = _record(step, trainer.policy_version, plan is not None, metrics, timer.finish_step())
+        with timer.span("record"):  # of the step that now begins: this one's times are already in the record
+            recorder.step(record)
         _check_signal(config, state, rollouts)
     return state
 
 
-def train_step(
-    config: RunConfig, trainer: TrainerGroup, rollouts: StepRollouts, timer: StepTimer
-) -> tuple[StepMetrics, bool]:
-    """The training half of a step: from judged groups to one optimiser step.
+def plan_rollouts(config: RunConfig, num_ranks: int, rollouts: StepRollouts) -> StepPlan | None:
+    """From judged groups to every rank's work; None when no group has anything to teach.
 
-    A step without trainable tokens is not applied: weights, version and schedule stay, so that the optimiser's
-    momentum cannot move a policy that got no signal.
-
-    Returns:
-        The step's metrics, and whether the optimiser stepped.
+    Such a step is not applied: weights, version and schedule stay, so that the optimiser's momentum cannot move a
+    policy that got no signal.
     """
-    with timer.span("pack"):
-        metrics = rollout_metrics(rollouts.groups, rollouts.assessments, policy_version=trainer.policy_version)
-        metrics = StepMetrics.merged([metrics, _completion_metrics(rollouts)])
-        samples = trainable_samples(config, rollouts)
-        if not samples:
-            return metrics, False
-        plan = plan_step(
-            samples,
-            num_ranks=trainer.num_ranks,
-            pack_length=config.trainer.pack_length,
-            micro_batch_packs=config.trainer.micro_batch_packs,
-        )
+    samples = trainable_samples(config, rollouts)
+    if not samples:
+        return None
+    return plan_step(
+        samples,
+        num_ranks=num_ranks,
+        pack_length=config.trainer.pack_length,
+        micro_batch_packs=config.trainer.micro_batch_packs,
+    )
+
+
+def train_step(config: RunConfig, trainer: TrainerGroup, plan: StepPlan, timer: StepTimer) -> StepMetrics:
+    """The training half of a step: gradients of the whole plan, then exactly one optimiser step.
+
+    Raises:
+        MismatchError: the correction leaves out more than `algorithm.max_masked_share` of the tokens.
+    """
     with timer.span("forward_backward"):
         if trainer.has_reference:
             plan = _with_reference(plan, trainer)
         trained = trainer.forward_backward(plan, loss_denominator=loss_denominator(config, plan))
+    _check_masked_share(config, trained)
     with timer.span("optim"):
         stepped = trainer.optim_step()
-    return StepMetrics.merged([metrics, _plan_metrics(plan), trained, stepped]), True
+    return StepMetrics.merged([trained, stepped])
 
 
 def trainable_samples(config: RunConfig, rollouts: StepRollouts) -> list[TrainingSample]:
@@ -185,15 +191,29 @@ def _check_signal(config: RunConfig, state: LoopState, rollouts: StepRollouts) -
         )
 
 
-def _completion_metrics(rollouts: StepRollouts) -> StepMetrics:
+def _check_masked_share(config: RunConfig, trained: StepMetrics) -> None:
+    """A correction that drops most tokens trains on the rest without a word; the engine and the trainer disagree."""
+    share = trained.stats.get("correction/masked_share")
+    limit = config.algorithm.max_masked_share
+    if share is not None and share.value() > limit:
+        raise MismatchError(
+            f"algorithm.correction={config.algorithm.correction} leaves out {share.value():.1%} of the step's tokens, "
+            f"more than algorithm.max_masked_share ({limit:g}): sampler and trainer disagree. Look at mismatch/* and "
+            "the last certificate, lower loop.max_staleness, or raise algorithm.correction_cap"
+        )
+
+
+def _rollout_metrics(rollouts: StepRollouts, policy_version: int) -> StepMetrics:
     completions = [rollout.completion for group in rollouts.groups for rollout in group.rollouts]
-    return StepMetrics(
+    judged = rollout_metrics(rollouts.groups, rollouts.assessments, policy_version=policy_version)
+    drawn = StepMetrics(
         stats={
             "response/tokens": Stat.sum(sum(len(completion.token_ids) for completion in completions)),
             "time/group_latency_max_s": Stat.max(max(completion.latency_s for completion in completions)),
             "batch/draws": Stat.sum(rollouts.num_draws),
         }
     )
+    return StepMetrics.merged([judged, drawn])
 
 
 def _plan_metrics(plan: StepPlan) -> StepMetrics:

@@ -18,7 +18,8 @@ SPANS: tuple[str, ...] = (
     "optim",  # clip and optimiser step
     "weight_sync",  # transfer and its checksums; the decode canary is `canary`
     "canary",  # decode canary, when due
-    "checkpoint",  # everything persisted: rollouts, checkpoints
+    "checkpoint",  # waiting for rollouts to be stored, and checkpoints
+    "record",  # metrics, log line, trackers and live card of the step before
 )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_lib.config import RunConfig
+from grpo_lib.errors import ParityFailure
 from grpo_lib.parity.probe import HISTOGRAM_EDGES, PairStatistics
 from grpo_lib.parity.verdicts import (
     MetricRow,
@@ -160,3 +161,26 @@ def _figure(value: float | None) -> str:
     if value is None:
         return "not finite"
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"
+
+
+def summary(parity: Mapping[str, Any], evaluation: Mapping[str, Any]) -> str:
+    """The verdict table and the accuracies, for a terminal."""
+    lines = [render(parity), ""]
+    for name in ("sampled_pass_at_1", "greedy_pass_at_1"):
+        before, after, gain = (evaluation[part][name] for part in ("before", "after", "gain"))
+        lines.append(
+            f"{name:<18} {_accuracy(before['value'])} -> {_accuracy(after['value'])}   "
+            f"gain {_accuracy(gain['value'])} [{_accuracy(gain['low'])}, {_accuracy(gain['high'])}]"
+        )
+    return "\n".join(lines)
+
+
+def gate(parity: Mapping[str, Any]) -> None:
+    """Raise `ParityFailure` for a FAIL; an INCONCLUSIVE report is not a failure, and says what it lacks."""
+    failed = [check["name"] for check in parity["checks"] if check["verdict"] == ParityVerdict.FAIL]
+    if failed:
+        raise ParityFailure(f"{len(failed)} of {len(parity['checks'])} parity checks failed: {'; '.join(failed)}")
+
+
+def _accuracy(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"

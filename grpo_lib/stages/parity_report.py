@@ -8,9 +8,8 @@ from typing import Any
 
 from grpo_lib.config import RunConfig
 from grpo_lib.data.models import resolve_model_path
-from grpo_lib.errors import ParityFailure
 from grpo_lib.parity.probe import ENGINE_SCORE, StoredLogprobs, probe
-from grpo_lib.parity.report import build_report, render, to_dict
+from grpo_lib.parity.report import build_report, to_dict
 from grpo_lib.stages.live import live_parts
 from grpo_lib.stages.recorder import checkpoints_of, read_certificates
 from grpo_lib.stages.run_paths import RunPaths
@@ -20,7 +19,7 @@ from grpo_lib.storage.refs import StoreRef
 from grpo_lib.storage.rollouts import read_rollouts
 from grpo_lib.tracking import read_metrics
 from grpo_lib.trainers.hf_scorer import HfScorer
-from grpo_lib.types import ParityVerdict, RolloutGroup, ShardPlan
+from grpo_lib.types import RolloutGroup, ShardPlan
 
 _SHOWN_SAMPLES = 12
 
@@ -75,29 +74,6 @@ def run(
         shard_plan=shard_plan,
     )
     return StoredReport(parity=to_dict(report), metrics=metrics, samples=_samples(groups))
-
-
-def summary(parity: Mapping[str, Any], evaluation: Mapping[str, Any]) -> str:
-    """The verdict table and the accuracies, for a terminal."""
-    lines = [render(parity), ""]
-    for name in ("sampled_pass_at_1", "greedy_pass_at_1"):
-        before, after, gain = (evaluation[part][name] for part in ("before", "after", "gain"))
-        lines.append(
-            f"{name:<18} {_accuracy(before['value'])} -> {_accuracy(after['value'])}   "
-            f"gain {_accuracy(gain['value'])} [{_accuracy(gain['low'])}, {_accuracy(gain['high'])}]"
-        )
-    return "\n".join(lines)
-
-
-def gate(parity: Mapping[str, Any]) -> None:
-    """Raise `ParityFailure` for a FAIL; an INCONCLUSIVE report is not a failure, and says what it lacks."""
-    failed = [check["name"] for check in parity["checks"] if check["verdict"] == ParityVerdict.FAIL]
-    if failed:
-        raise ParityFailure(f"{len(failed)} of {len(parity['checks'])} parity checks failed: {'; '.join(failed)}")
-
-
-def _accuracy(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.3f}"
 
 
 def _samples(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
