@@ -24,7 +24,8 @@ help:
 setup: $(VENV)/.package
 
 # torch comes first and alone: pip takes a CPU build where it finds one and the CUDA build with its libraries where not.
-# The lock holds everything else, so it installs without a resolver on both.
+# The lock holds everything else, so it installs without a resolver on both. Bytecode is compiled once, here: where Python
+# may not write it, every rank, engine and Ray daemon would compile vLLM's and Ray's sources again at each start.
 $(VENV)/.dependencies: requirements/cpu.lock
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python >= 3.11 is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another with make PYTHON=...")'
 	@echo "==> setup 1/4: virtual environment in $(VENV)"
@@ -32,7 +33,7 @@ $(VENV)/.dependencies: requirements/cpu.lock
 	@echo "==> setup 2/4: $(TORCH)"
 	@$(BIN)/pip install -q --disable-pip-version-check $(UV) $(TORCH)
 	@echo "==> setup 3/4: $$(grep -c '==' requirements/cpu.lock) locked packages"
-	@DS_BUILD_OPS=0 $(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation-package deepspeed -r requirements/cpu.lock
+	@DS_BUILD_OPS=0 $(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation-package deepspeed --compile-bytecode -r requirements/cpu.lock
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.dependencies pyproject.toml

@@ -161,6 +161,7 @@ class FakeTrainer:
     version: int = 0
     num_ranks: int = 2
     has_reference: bool = False
+    masked_share: float = 0.0
     plans: list[StepPlan] = field(default_factory=list)
     denominators: list[float] = field(default_factory=list)
 
@@ -172,7 +173,13 @@ class FakeTrainer:
         self.journal.append("forward_backward")
         self.plans.append(plan)
         self.denominators.append(loss_denominator)
-        return StepMetrics(stats={"loss/policy": Stat.mean(0.0, plan.num_trained_tokens)})
+        tokens = plan.num_trained_tokens
+        return StepMetrics(
+            stats={
+                "loss/policy": Stat.mean(0.0, tokens),
+                "correction/masked_share": Stat.mean(self.masked_share * tokens, tokens),
+            }
+        )
 
     def optim_step(self) -> StepMetrics:
         self.journal.append("optim_step")

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from grpo_lib.errors import DeadlineExceeded, NoLearningSignal, StalenessError, VerifierOutage, WeightSyncError
+from grpo_lib.errors import (
+    DeadlineExceeded,
+    MismatchError,
+    NoLearningSignal,
+    StalenessError,
+    VerifierOutage,
+    WeightSyncError,
+)
 from grpo_lib.loop import LoopState, fit
 from grpo_lib.pipeline import RolloutPipeline
 from grpo_lib.types import FinishReason, Prompt, Verdict, VerdictReason, VerdictState
@@ -245,3 +252,13 @@ def test_times_of_every_step_add_up() -> None:
         times = {name: value for name, value in record.metrics.items() if name.startswith("time/")}
         parts = sum(v for n, v in times.items() if n not in ("time/step_s", "time/group_latency_max_s", "time/other_s"))
         assert parts + times["time/other_s"] == pytest.approx(times["time/step_s"], abs=1e-12)
+
+
+def test_a_correction_that_masks_most_tokens_stops_the_run() -> None:
+    """NeMo-RL 2269: weights that collapse leave a step with nothing but its last few tokens, silently."""
+    run = Run(sections={"algorithm": {"correction": "mask"}})
+    run.trainer.masked_share = 0.6
+    with pytest.raises(MismatchError, match=r"leaves out 60\.0% .*max_masked_share \(0\.5\)"):
+        run.fit()
+    assert "optim_step" not in run.journal
+    assert run.trainer.version == 0
