@@ -34,6 +34,7 @@ class ProcessTree:
         self._period_s = period_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
+        self._lock = threading.Lock()  # `cpu_s` samples too
         self._cpu: dict[int, float] = {}
         self.peak_rss_bytes = 0
 
@@ -48,7 +49,8 @@ class ProcessTree:
     def cpu_s(self) -> float:
         """CPU seconds so far; a process that ended counts with its last sample."""
         self._sample()
-        return sum(self._cpu.values())
+        with self._lock:
+            return sum(self._cpu.values())
 
     def _run(self) -> None:
         while not self._stop.wait(self._period_s):
@@ -59,7 +61,7 @@ class ProcessTree:
         rss = 0
         for process in [me, *me.children(recursive=True)]:
             try:
-                with process.oneshot():
+                with self._lock, process.oneshot():
                     times = process.cpu_times()
                     self._cpu[process.pid] = times.user + times.system
                     rss += process.memory_info().rss
@@ -92,7 +94,7 @@ class Observed:
             self.to_goal_s = time.perf_counter() - self.started
 
 
-def measure(config: RunConfig, out: Path) -> dict[str, Any]:
+def measure(config: RunConfig) -> dict[str, Any]:
     """One run: prepare, fit, evaluate."""
     paths = RunPaths.of(config, f"embedded-seed{config.seed}")
     prepare_data.run(config, paths)
@@ -141,7 +143,7 @@ def main() -> None:
         *([f"loop.steps={arguments.steps}"] if arguments.steps else []),
     ]
     setup = begin.run(recipe=arguments.recipe, overrides=overrides, trainer=arguments.trainer, seed=arguments.seed)
-    print(json.dumps(measure(setup.config, arguments.out)))
+    print(json.dumps(measure(setup.config)))
 
 
 if __name__ == "__main__":
