@@ -7,15 +7,13 @@ that the folder's config describes, built by transformers on the meta device (no
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_lib.data.models import read_tensor_headers
 from grpo_lib.errors import DataError
 
-_MAX_HEADER_BYTES = 100 * 2**20  # the safetensors format's own limit
 _SHOWN = 5  # names listed in an error
 
 
@@ -39,7 +37,7 @@ def open_model_folder(path: Path) -> ModelFolder:
         raise DataError(f"model folder {path} does not exist")
     if not (path / "config.json").is_file():
         raise DataError(f"model folder {path} has no config.json; it must be a Hugging Face model folder")
-    stored = read_tensor_shapes(path)
+    stored = {name: header.shape for name, header in read_tensor_headers(path).items()}
     needed, tied, vocab_size, max_positions = _describe_architecture(path)
     missing = sorted(set(needed) - set(stored))
     if missing:
@@ -53,50 +51,6 @@ def open_model_folder(path: Path) -> ModelFolder:
         vocab_size=vocab_size,
         max_positions=max_positions,
     )
-
-
-def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor in the folder's `*.safetensors` files.
-
-    Raises:
-        DataError: no such file, one that the index names is absent, or one is damaged or cut off.
-    """
-    files = sorted(path.glob("*.safetensors"))
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        listed = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        absent = [name for name in listed if not (path / name).is_file()]
-        if absent:
-            raise DataError(f"model folder {path}: {index.name} lists files that are not there: {_shorten(absent)}")
-        files = [path / name for name in listed]
-    if not files:
-        raise DataError(
-            f"model folder {path} has no *.safetensors file; other weight formats are not read, "
-            "so save the model with save_pretrained() of a current transformers"
-        )
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        shapes.update(_read_header(file))
-    return shapes
-
-
-def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes from one file's JSON header, and a check that the tensor bytes are all there."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 0 < header_bytes <= min(size - 8, _MAX_HEADER_BYTES):
-            raise DataError(f"{file} is not a safetensors file, or its header is cut off ({size} bytes)")
-        try:
-            header = json.loads(stream.read(header_bytes))
-        except ValueError as error:
-            raise DataError(f"{file}: the safetensors header is damaged: {error}") from error
-    header.pop("__metadata__", None)
-    end = 8 + header_bytes + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if size < end:
-        raise DataError(f"{file} is cut off: {size} bytes, but its header describes {end}; copy it again")
-    return {name: tuple(entry["shape"]) for name, entry in header.items()}
 
 
 def _describe_architecture(path: Path) -> tuple[dict[str, tuple[int, ...]], frozenset[str], int, int | None]:

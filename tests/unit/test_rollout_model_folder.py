@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_lib.config import RolloutConfig
 from grpo_lib.errors import DataError
-from grpo_lib.rollout.model_folder import open_model_folder, read_tensor_shapes
+from grpo_lib.rollout.model_folder import open_model_folder
 from grpo_lib.rollout.vllm_engine import VllmEngine
 from tests.tiny_models import VOCAB, make_tiny_model
 
@@ -78,7 +78,7 @@ def test_wrong_shape_is_named(folder: Path) -> None:
 
 def test_folder_without_weights(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(DataError, match=r"no \*.safetensors file; other weight formats"):
+    with pytest.raises(DataError, match=r"no \*.safetensors file; other formats are not read"):
         open_model_folder(folder)
     (folder / "config.json").unlink()
     with pytest.raises(DataError, match=r"no config.json"):
@@ -94,7 +94,7 @@ def test_cut_off_and_foreign_files(folder: Path) -> None:
     with pytest.raises(DataError, match="is cut off"):
         open_model_folder(folder)
     file.write_bytes(whole[:50])
-    with pytest.raises(DataError, match="header is cut off"):
+    with pytest.raises(DataError, match="it is cut off at 50 bytes"):
         open_model_folder(folder)
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(DataError, match="is not a safetensors file"):
@@ -112,7 +112,7 @@ def test_sharded_folder_and_an_absent_shard(folder: Path) -> None:
         save_file({name: tensors[name] for name in part}, folder / f"model-{index}.safetensors")
     weight_map = {name: f"model-{int(name in names[5:])}.safetensors" for name in names}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert read_tensor_shapes(folder) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert open_model_folder(folder).tensor_shapes == {name: tuple(t.shape) for name, t in tensors.items()}
     (folder / "model-1.safetensors").unlink()
     with pytest.raises(DataError, match=r"lists files that are not there: model-1.safetensors"):
         open_model_folder(folder)
