@@ -7,28 +7,12 @@ of the means, which it would hide.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from grpo_lib.types import Stat, StepMetrics
 
-if TYPE_CHECKING:
-    import torch
-
 _BAND = (0.9, 1.1)  # of the ratio exp(d)
 MAX_LOG_RHO = 10.0  # rho = exp(clamp(old - rollout, ±10))
-
-
-def mismatch_metrics(
-    new: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, *, cap: float, old: torch.Tensor | None = None
-) -> StepMetrics:
-    """`token_mismatch` of the positions in `mask`; all tensors have one shape."""
-
-    def on_host(values: torch.Tensor) -> np.ndarray:
-        return values.detach()[mask].cpu().numpy()
-
-    return token_mismatch(on_host(new), on_host(rollout), cap=cap, old_n=None if old is None else on_host(old))
 
 
 def token_mismatch(

@@ -149,14 +149,6 @@ def render(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def render_limits(report: Mapping[str, Any]) -> str:
-    """What the numbers of a report cannot show, as wrapped text."""
-    return "\n".join(
-        textwrap.fill(f"{row['metric']}: {row['cannot_show']}", WIDTH, initial_indent="- ", subsequent_indent="  ")
-        for row in report["tables"]["limits"]
-    )
-
-
 def _figure(value: float | None) -> str:
     if value is None:
         return "not finite"

@@ -2,9 +2,8 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
-from grpo_lib.algo.mismatch import mismatch_metrics, token_mismatch
+from grpo_lib.algo.mismatch import token_mismatch
 from grpo_lib.types import StepMetrics
 
 
@@ -48,14 +47,11 @@ def test_values_that_are_not_finite_are_counted_and_lie_outside_the_band(bad: fl
     assert math.isfinite(values["mismatch/tis_ratio"])
 
 
-def test_only_masked_positions_count_and_old_gives_rho():
-    new = torch.tensor([[float("nan"), -1.0, -1.0]])
-    rollout = torch.tensor([[0.0, -1.0, -1.0]])
-    old = torch.tensor([[0.0, -1.0, -1.0 + math.log(4)]])
-    mask = torch.tensor([[False, True, True]])
-    on_policy = mismatch_metrics(new, rollout, mask, cap=2.0).values()
-    assert on_policy["mismatch/nan_count"] == on_policy["mismatch/tis_clip_count"] == 0
-    stale = mismatch_metrics(new, rollout, mask, cap=2.0, old=old).values()
+def test_rho_is_of_the_proximal_policy_where_there_is_one():
+    new = rollout = np.array([-1.0, -1.0])
+    on_policy = token_mismatch(new, rollout, cap=2.0).values()
+    assert on_policy["mismatch/tis_clip_count"] == 0
+    stale = token_mismatch(new, rollout, cap=2.0, old_n=np.array([-1.0, -1.0 + math.log(4)])).values()
     assert stale["mismatch/tis_clip_count"] == 1
     assert stale["mismatch/abs_max"] == 0
     assert stale["mismatch/tis_ratio"] == 1.5
