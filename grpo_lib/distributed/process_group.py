@@ -101,6 +101,7 @@ def init_ranks(
     port: int,
     backend: str = "gloo",
     timeout_s: float,
+    collective_timeout_s: float | None = None,
     port_setting: str = "weight_sync.port",
     timeout_setting: str = "deadlines.ranks_start_s",
 ) -> Rendezvous:
@@ -108,8 +109,9 @@ def init_ranks(
 
     Args:
         backend: ``"gloo"`` for CPU ranks; ``"nccl"`` for CUDA ranks, which also get gloo for their host tensors.
-        timeout_s: Deadline for all ranks to arrive, and of every later collective. PyTorch's default of half an hour
-            would hold all devices that long when one rank dies.
+        timeout_s: Deadline for all ranks to arrive.
+        collective_timeout_s: Deadline of every later collective, `timeout_s` when absent. PyTorch's default of half an
+            hour would hold all devices that long when one rank dies.
 
     Raises:
         GrpoError: the port is taken, or this process already has a process group.
@@ -137,7 +139,7 @@ def init_ranks(
         store=rendezvous.store,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=timeout_s if collective_timeout_s is None else collective_timeout_s),
         device_id=device_id,
     )
     return rendezvous

@@ -61,6 +61,8 @@ class TrainerRank:
             port=port,
             backend="nccl" if recipe.config.runtime.gpus_per_rank > 0 else "gloo",
             timeout_s=deadlines.ranks_start_s,
+            # A rank that waits in a collective for a slow one must not give up before the driver's own deadline.
+            collective_timeout_s=max(deadlines.ranks_start_s, deadlines.train_s, deadlines.weight_sync_s),
         )
         self._backend = build_trainer(recipe.config, recipe.model_path, recipe.rank, trainable=True)
         if recipe.checkpoint is not None:
