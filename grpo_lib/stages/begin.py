@@ -107,7 +107,13 @@ def _git_state() -> dict[str, str] | None:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            encoding="utf-8",
+            errors="backslashreplace",  # a difference may be in any encoding; it is only hashed
+            check=False,
+        )
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
