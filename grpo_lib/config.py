@@ -90,7 +90,7 @@ class RolloutConfig(_Section):
 
 
 class AlgorithmConfig(_Section):
-    """Advantages and loss, see docs/algorithms.md."""
+    """Advantages and loss; the formulas are in `grpo_lib/algo/`."""
 
     advantage: Literal["centered", "standard", "leave_one_out"] = Field(
         default="standard", description="Group baseline: mean, mean and population std, or the mean of the others."
@@ -159,7 +159,7 @@ class LoopConfig(_Section):
         default=False, description="Draw more prompts until `prompts_per_step` groups have spread."
     )
     max_draws_per_step: int = Field(
-        default=8, ge=1, description="Active sampling: draws of a whole batch before it stops."
+        default=8, ge=1, description="Active sampling: draws of what is still missing before it stops."
     )
     max_empty_steps: int = Field(
         default=10, ge=1, description="Steps in a row without a trainable token before it stops."

@@ -201,7 +201,7 @@ class TokenDecoder(Protocol):
 
 
 class Tracker(Protocol):
-    """Where step metrics go besides the run's own files (wandb, a live card, the log line)."""
+    """Where step metrics go besides the run's own files, e.g. wandb."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 

@@ -8,7 +8,7 @@ from grpo_lib.config import RunConfig
 
 
 def embedded_addition() -> RunConfig:
-    """Sums x + y with the shipped 200 k-parameter Qwen3: two CPU ranks and one CPU engine, minutes on two cores.
+    """Sums x + y with the shipped 276 k-parameter Qwen3: two CPU ranks and one CPU engine, minutes on two cores.
 
     The section defaults are this recipe.
     """
