@@ -94,7 +94,8 @@ def fit(
         with timer.span("pack"):
             metrics = _rollout_metrics(rollouts, trainer.policy_version)
             plan = plan_rollouts(config, trainer.num_ranks, rollouts)
-        recorder.rollouts(step, rollouts.groups, rollouts.assessments)
+        with timer.span("checkpoint"):
+            recorder.rollouts(step, rollouts.groups, rollouts.assessments)
         if plan is not None:
             trained = train_step(config, trainer, plan, timer)
             metrics = StepMetrics.merged([metrics, _plan_metrics(plan), trained])
@@ -107,9 +108,9 @@ def fit(
             recorder.flush()
             if step % config.loop.checkpoint_every == 0 or step == config.loop.steps:
                 recorder.checkpoint(step, pipeline.prompts.state(), state.empty_steps)
-        record = _record(step, trainer.policy_version, plan is not None, metrics, timer.finish_step())
-        with timer.span("record"):  # of the step that now begins: this one's times are already in the record
-            recorder.step(record)
+        times = timer.finish_step()
+        with timer.span("record"):  # charged to the step that begins here: a record cannot hold its own time
+            recorder.step(_record(step, trainer.policy_version, plan is not None, metrics, times))
         _check_signal(config, state, rollouts)
     return state
 
