@@ -11,22 +11,30 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grpo_lib.data.files import storage_errors
 from grpo_lib.errors import DataError
+
+_SETTING = "storage.root"
 
 
 class MetricsFile:
-    """One JSON line per step, on disk when `append` returns; numbers that were not observed are null."""
+    """One JSON line per step, on disk when `append` returns; numbers that were not observed are null.
+
+    Raises:
+        StorageError: the file cannot be written; so do the methods.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with storage_errors(path, setting=_SETTING):
+            path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, row: Mapping[str, float | int | bool]) -> None:
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in row.items()
         }
-        with self.path.open("a", encoding="utf-8") as file:
+        with storage_errors(self.path, setting=_SETTING), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
@@ -38,7 +46,8 @@ class MetricsFile:
         names = list(dict.fromkeys(name for row in rows for name in row))
         columns = {name: pa.array([row.get(name) for row in rows]) for name in names}
         target = self.path.with_suffix(".parquet")
-        pq.write_table(pa.table(columns), target)
+        with storage_errors(target, setting=_SETTING):
+            pq.write_table(pa.table(columns), target)
         return target
 
 

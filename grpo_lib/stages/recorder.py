@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from grpo_lib.algo.advantages import GroupAssessment
 from grpo_lib.config import RunConfig
-from grpo_lib.errors import GrpoError
+from grpo_lib.data.files import storage_errors
 from grpo_lib.interfaces import Tracker, TrainerGroup
 from grpo_lib.loop import StepRecord
 from grpo_lib.stages.run_paths import RunPaths
@@ -26,6 +26,7 @@ from grpo_lib.types import RolloutGroup, SyncCertificate
 log = logging.getLogger(__name__)
 
 _CERTIFICATE = TypeAdapter(SyncCertificate)
+_SETTING = "storage.root"
 _RECENT_STEPS = 20  # that the time left is estimated from
 
 
@@ -75,20 +76,30 @@ class DiskRecorder:
             written.result()
 
     def checkpoint(self, step: int, prompt_state: dict[str, int], empty_steps: int) -> None:
-        """Complete or absent: a checkpoint is written beside its place and renamed into it."""
+        """Complete or absent: a checkpoint is written beside its place and renamed into it.
+
+        Raises:
+            RankFailure: a rank could not write its part; the cause says why.
+            StorageError: the rest could not be written. Earlier checkpoints are untouched in either case.
+        """
         target = self._paths.checkpoints / f"step-{step:06d}"
         partial = target.with_name(f".partial-{target.name}")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        self._trainer.save(partial)
-        state = {
-            "steps_done": step,
-            "empty_steps": empty_steps,
-            "policy_version": self._trainer.policy_version,
-            "prompts": prompt_state,
-        }
-        (partial / "loop.json").write_text(json.dumps(state))
-        partial.rename(target)
+        with storage_errors(target, setting=_SETTING):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._trainer.save(partial)  # outside of `storage_errors`: a deadline is an OSError too
+            state = {
+                "steps_done": step,
+                "empty_steps": empty_steps,
+                "policy_version": self._trainer.policy_version,
+                "prompts": prompt_state,
+            }
+            with storage_errors(target, setting=_SETTING):
+                (partial / "loop.json").write_text(json.dumps(state))
+                partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)  # what a failure left; a full disk needs the room back
         for old in checkpoints_of(self._paths)[: -self._config.loop.keep_checkpoints]:
             shutil.rmtree(old)
 
@@ -136,9 +147,7 @@ def read_certificates(path: Path) -> list[SyncCertificate]:
 
 
 def _append(path: Path, row: dict[str, object]) -> None:
-    try:
+    with storage_errors(path, setting=_SETTING):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-    except OSError as error:
-        raise GrpoError(f"cannot write {path}: {error.strerror}; free space or choose another storage.root") from error

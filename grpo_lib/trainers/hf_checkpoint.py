@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from grpo_lib.errors import DataError
+from grpo_lib.data.files import no_room, storage_errors
+from grpo_lib.errors import DataError, StorageError
 from grpo_lib.types import WeightEntry, WeightManifest
 
 INDEX = "model.safetensors.index.json"
 _FILE_BYTES = 4 << 30  # of one exported safetensors file
+_SETTING = "storage.root"
 
 # What goes with the weights unchanged; everything else in the source folder is somebody's notes.
 _COMPANIONS = (
@@ -112,25 +115,30 @@ class HfFolderWriter:
         source: The model folder whose config, generation config and tokenizer go along.
         manifest: All tensors that will be added, in order.
         dtype: Their dtype name, written into config.json.
+
+    Raises:
+        StorageError: the folder cannot be written; so do the methods.
     """
 
     def __init__(self, path: Path, *, source: Path, manifest: WeightManifest, dtype: str) -> None:
-        path.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file_of = _plan_files(manifest.entries)
         self._pending: dict[str, torch.Tensor] = {}
         self._last_of_file = {file: name for name, file in self._file_of.items()}
-        for name in _COMPANIONS:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, path / name)
-        _write_config(source / "config.json", path / "config.json", dtype)
+        with _writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            for name in _COMPANIONS:
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, path / name)
+            _write_config(source / "config.json", path / "config.json", dtype)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take one plain tensor; a file is written when its last tensor has arrived."""
         self._pending[name] = tensor.cpu()
         file = self._file_of[name]
         if self._last_of_file[file] == name:
-            save_file(self._pending, self._path / file, metadata={"format": "pt"})
+            with _writing(self._path / file):
+                save_file(self._pending, self._path / file, metadata={"format": "pt"})
             self._pending = {}
 
     def close(self, manifest: WeightManifest) -> None:
@@ -139,7 +147,18 @@ class HfFolderWriter:
         if len(self._last_of_file) > 1:
             total = sum(_num_bytes(entry) for entry in manifest.entries)
             index = {"metadata": {"total_size": total}, "weight_map": self._file_of}
-            (self._path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            with _writing(self._path / INDEX):
+                (self._path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Failures of the block as `StorageError`; safetensors reports a full disk as an error of its own kind."""
+    with storage_errors(path, setting=_SETTING):
+        try:
+            yield
+        except SafetensorError as error:
+            raise StorageError(no_room(path, str(error), setting=_SETTING)) from error
 
 
 def _plan_files(entries: Sequence[WeightEntry], file_bytes: int = _FILE_BYTES) -> dict[str, str]:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -18,11 +19,14 @@ from olmo_core.distributed.checkpoint import (
     save_model_and_optim_state,
 )
 from olmo_core.nn.transformer import Transformer
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from grpo_lib.errors import DataError
+from grpo_lib.data.files import no_room, storage_errors
+from grpo_lib.errors import DataError, StorageError
 
 _STATE, _RNG, _TRAINER = "state", "rng", "trainer.json"
+_SETTING = "storage.root"
 
 
 def save_checkpoint(
@@ -32,6 +36,7 @@ def save_checkpoint(
 
     Raises:
         DataError: the folder already holds a checkpoint.
+        StorageError: it cannot be written; every rank raises when the state of one of them cannot.
     """
     state = path / _STATE
     # Every rank looks before any rank writes, so that all of them raise or none does.
@@ -39,13 +44,19 @@ def save_checkpoint(
     dist.barrier()
     if is_taken:
         raise DataError(f"{path} already holds a checkpoint; checkpoints are never overwritten, choose another folder")
-    save_model_and_optim_state(state, model, optimizer)
-    rng = path / _RNG
-    rng.mkdir(parents=True, exist_ok=True)
-    torch.save(_rng_states(), rng / f"rank{dist.get_rank()}.pt")
-    if dist.get_rank() == 0:
-        about = {"policy_version": policy_version, "num_ranks": dist.get_world_size()}
-        (path / _TRAINER).write_text(json.dumps(about, indent=2) + "\n")
+    with storage_errors(path, setting=_SETTING):
+        try:
+            save_model_and_optim_state(state, model, optimizer)
+        except CheckpointException as error:
+            raise StorageError(no_room(path, _causes(error), setting=_SETTING)) from error
+        rng = path / _RNG
+        rng.mkdir(parents=True, exist_ok=True)
+        states = io.BytesIO()  # PyTorch's own writer reports a full disk as a bare RuntimeError
+        torch.save(_rng_states(), states)
+        (rng / f"rank{dist.get_rank()}.pt").write_bytes(states.getvalue())
+        if dist.get_rank() == 0:
+            about = {"policy_version": policy_version, "num_ranks": dist.get_world_size()}
+            (path / _TRAINER).write_text(json.dumps(about, indent=2) + "\n")
     dist.barrier()
 
 
@@ -57,7 +68,10 @@ def load_checkpoint(path: Path, *, model: Transformer, optimizer: torch.optim.Op
     """
     about = _read_about(path / _TRAINER)
     _check_state(path / _STATE, model, optimizer)
-    load_model_and_optim_state(path / _STATE, model, optimizer)
+    try:
+        load_model_and_optim_state(path / _STATE, model, optimizer)
+    except CheckpointException as error:
+        raise DataError(f"{path / _STATE} cannot be read: {_causes(error)}; use an earlier checkpoint") from error
     # With more ranks than saved, the surplus ones share a generator state with an earlier rank. Nothing the trainer
     # computes draws random numbers, so this only keeps their states defined.
     rng = path / _RNG / f"rank{dist.get_rank() % about['num_ranks']}.pt"
@@ -87,6 +101,13 @@ def _check_state(state: Path, model: Transformer, optimizer: torch.optim.Optimiz
             )
     if optimizer is not None and not any(key.startswith("optim.") for key in entries):
         raise DataError(f"{state} holds no optimiser state: it was saved by a frozen model and cannot be trained on")
+
+
+def _causes(error: CheckpointException) -> str:
+    """The last line of each failed rank's error. PyTorch collects them in a `BaseException`, which no handler of
+    errors catches: it would end the rank's process without a word."""
+    lines = {rank: str(cause).strip() or type(cause).__name__ for rank, (cause, _) in error.failures.items()}
+    return "; ".join(f"rank {rank}: {text.splitlines()[-1]}" for rank, text in lines.items())
 
 
 def _read_about(file: Path) -> dict[str, int]:

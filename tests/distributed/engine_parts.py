@@ -11,25 +11,23 @@ import numpy as np
 import torch
 
 from grpo_lib.config import RolloutConfig
+from grpo_lib.data.models import resolve_model_path
 from grpo_lib.rollout.vllm_engine import VllmEngine
 from grpo_lib.types import Bucket, GenerationRequest, SamplingParams, WeightEntry, WeightManifest
 from grpo_lib.weight_sync.gloo_channel import GlooSender, WireTensor
 
+SHIPPED = resolve_model_path("builtin:tiny_qwen3")
 VOCAB = 264
 MAX_MODEL_LEN = 128
 STOP = (1, 2)
 
 
 def tiny_qwen3(seed: int) -> Any:
-    """Qwen3 with 240 k parameters, tied embeddings and norms that are not 1; larger weights than a fresh one, so that
-    its predictions are far from uniform and react to every weight."""
+    """A random model in the shape of the shipped one: Qwen3 with tied embeddings. Norms are not 1 and weights larger
+    than fresh ones, so that its predictions are far from uniform and react to every weight."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, tie_word_embeddings=True, max_position_embeddings=512,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config).eval()
+    model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(SHIPPED)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,6 +1,7 @@
 """Two real vLLM engines, started once, and real weight pushes to them from this process.
 
-Engine 0 samples at temperature 1; engine 1 is configured for 0.7.
+Both start with the shipped model, which scores `SUMS`, and then load random weights in its shape. Engine 0 samples at
+temperature 1; engine 1 is configured for 0.7.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from grpo_lib.algo.packing import pack, unpack_tokens
 from grpo_lib.config import DeadlinesConfig, RuntimeConfig, WeightSyncConfig
 from grpo_lib.errors import RankFailure
 from grpo_lib.ray_runtime.actor_group import ActorGroup
@@ -26,6 +30,7 @@ from grpo_lib.types import (
     GenerationRequest,
     SamplingParams,
     SenderReport,
+    TrainingSample,
     VersionSpan,
 )
 from grpo_lib.weight_sync.canary import DecodeCanary
@@ -33,6 +38,7 @@ from grpo_lib.weight_sync.sender import EngineClient, OpenChannel, WeightSender
 from grpo_lib.weight_sync.sync import CertifiedWeightSync
 from tests.distributed.engine_parts import (
     MAX_MODEL_LEN,
+    SHIPPED,
     STOP,
     VOCAB,
     EngineFactory,
@@ -41,11 +47,18 @@ from tests.distributed.engine_parts import (
     request,
     tiny_qwen3,
 )
+from tests.distributed.gloo_ranks import RankPool
+from tests.distributed.trainer_cases import build_olmo_core
 
 DEADLINES = DeadlinesConfig(generate_s=120.0, weight_sync_s=30.0, engine_start_s=280.0)
 WAIT = {"deadline_s": 120.0, "setting": "deadlines.generate_s"}
 PROMPTS = tuple(tuple(range(10 + 5 * p, 18 + 6 * p)) for p in range(4))  # 8 … 11 tokens
 LONG_PROMPT = tuple(range(20, 90))  # two full cache blocks
+# "<|user|>x+y=<|assistant|>" and the right answer with its stop token, in the shipped tokenizer's ids
+SUMS = tuple(
+    ((3, *(ord(c) - 25 for c in f"{x}+{y}="), 4), np.array([*(ord(c) - 25 for c in str(x + y)), 1]))
+    for x, y in ((1, 2), (13, 4), (84, 7), (99, 9), (50, 0))
+)
 FP32 = 1e-5  # nats between two correct fp32 implementations of this model
 
 
@@ -76,6 +89,7 @@ class Stack:
     engines: EngineGroup
     trainer: HfTrainer
     folder: Path
+    sums: list[np.ndarray]  # log-probabilities of the answers of `SUMS` by the shipped model
 
     def __post_init__(self) -> None:
         self.sync = self.sync_with()
@@ -123,15 +137,54 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with local_cluster(RuntimeConfig(), num_cpus=2):
         trainer = HfTrainer(tiny_qwen3(seed=0))
         trainer.model.save_pretrained(folder)
-        factories = [EngineFactory(folder, "engine 0", 1.0), EngineFactory(folder, "engine 1", 0.7)]
+        factories = [EngineFactory(SHIPPED, "engine 0", 1.0), EngineFactory(SHIPPED, "engine 1", 0.7)]
         env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         actors = engine_actors(factories, num_cpus=1.0, env_vars=env)
         actors.start(deadline_s=280.0, setting="deadlines.engine_start_s")
         engines = EngineGroup(actors, deadlines=DEADLINES)
-        stack = Stack(actors, engines, trainer, folder)
+        sums = actors.call_one(0, "score", [([*p, *a.tolist()], len(p)) for p, a in SUMS], **WAIT)
+        engines.pause()
+        engines.load_weights(folder, 0)
+        engines.resume()
+        stack = Stack(actors, engines, trainer, folder, sums)
         stack.sync.connect()
         yield stack
         actors.close()
+
+
+# -- the shipped model -------------------------------------------------------------------------------------------------
+
+
+def score_sums(rank: int, num_ranks: int) -> list[np.ndarray]:
+    """OLMo-core's log-probabilities of the answers, from one pack."""
+    batch = pack(
+        [
+            TrainingSample(
+                sample_id=str(index),
+                input_ids=np.array([*prompt, *answer]),
+                response_mask=np.arange(len(prompt) + len(answer)) >= len(prompt),
+                advantages=np.zeros(len(prompt) + len(answer), np.float32),
+                rollout_logprobs=np.zeros(len(prompt) + len(answer), np.float32),
+            )
+            for index, (prompt, answer) in enumerate(SUMS)
+        ],
+        32,
+    )
+    scores = unpack_tokens(batch, build_olmo_core(rank, num_ranks, SHIPPED, temperature=1.0).logprobs(batch))
+    return [scores[str(index)] for index in range(len(SUMS))]
+
+
+def test_the_shipped_weights_mean_the_same_to_vllm_olmo_core_and_hugging_face(stack: Stack, one_rank: RankPool) -> None:
+    by_vllm = np.concatenate(stack.sums)
+    by_olmo_core = np.concatenate(one_rank.run(score_sums)[0])
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
+    by_hugging_face = np.concatenate(HfTrainer(model).score(SUMS))
+    assert len(by_vllm) == sum(len(answer) for _, answer in SUMS)
+    assert np.abs(by_vllm - by_hugging_face).max() < FP32
+    assert np.abs(by_olmo_core - by_hugging_face).max() < 2e-6
+    assert by_hugging_face.mean() > -1, "the model knows its sums, so these are its weights"
+    random = np.concatenate(stack.trainer.score(SUMS))
+    assert np.abs(random - by_hugging_face).max() > 1, "other weights would be noticed"
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ Functions whose name does not start with `test_` run in the ranks.
 from __future__ import annotations
 
 import json
+import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_lib.errors import DataError
+from grpo_lib.errors import DataError, StorageError
 from tests.distributed.gloo_ranks import RankPool
 from tests.distributed.trainer_cases import (
     ONE_RANK_PLAN,
@@ -138,6 +140,58 @@ def test_unusable_checkpoints_are_refused_by_name(
         assert "attention.k_norm.weight' has shape (16,) in the checkpoint and none in the model" in other_model
         assert "trainer.json is missing" in missing
         assert "already holds a checkpoint" in taken
+
+
+def save_on_a_full_disk(rank: int, num_ranks: int, model: Path, folder: Path) -> tuple[str, float]:
+    """Rank 1's files cannot grow beyond a few blocks, as on a disk that fills up while it writes."""
+    trainer = build_olmo_core(rank, num_ranks, model)
+    before = weights_of(trainer)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    try:
+        trainer.save(folder / "full")
+    except StorageError as error:
+        message = str(error)
+    else:
+        message = "saved"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    trainer.save(folder / "roomy")
+    return message, largest_difference(weights_of(trainer), before)
+
+
+def test_a_full_disk_is_named_on_every_rank_and_costs_nothing_else(
+    two_ranks: RankPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    for message, change in two_ranks.run(save_on_a_full_disk, tiny_models["qwen3_tied"], tmp_path):
+        assert message.startswith(f"cannot write {tmp_path / 'full'}: rank 1: OSError: [Errno 27] File too large: ")
+        assert message.endswith("remove old runs, or point storage.root to a disk with room")
+        assert change == 0
+    assert (tmp_path / "roomy" / "trainer.json").is_file()
+    assert not (tmp_path / "full" / "trainer.json").exists()
+
+
+def load_a_cut_off_checkpoint(rank: int, num_ranks: int, model: Path, checkpoint: Path) -> str:
+    trainer = build_olmo_core(rank, num_ranks, model)
+    try:
+        trainer.load(checkpoint)
+    except DataError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_cut_off_checkpoint_is_refused(
+    two_ranks: RankPool, tiny_models: dict[str, Path], saved: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    shutil.copytree(saved[0] / "v2", tmp_path / "cut")
+    files = sorted((tmp_path / "cut" / "state").glob("*.distcp"))
+    assert files
+    for file in files:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    for message in two_ranks.run(load_a_cut_off_checkpoint, tiny_models["qwen3_tied"], tmp_path / "cut"):
+        assert f"{tmp_path / 'cut' / 'state'} cannot be read: rank " in message
+        assert message.endswith("use an earlier checkpoint")
 
 
 def train_and_export(rank: int, num_ranks: int, model: Path, folder: Path, dtype: str) -> dict[str, np.ndarray]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -35,7 +37,9 @@ def data(flow_run: FlowRun) -> Any:
 
 @pytest.fixture(scope="session")
 def rows(data: Any) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(data.training.metrics).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(data.training.metrics).read_text().splitlines()]
+    assert len(rows) == STEPS, "questions about every row need rows"
+    return rows
 
 
 def test_it_ends_with_the_verdict_and_the_way_to_the_card(flow_run: FlowRun, data: Any) -> None:
@@ -70,7 +74,9 @@ def test_every_step_left_its_artifacts(flow_run: FlowRun, data: Any) -> None:
     assert data.config.recipe == "embedded_addition"
     assert len(data.config_hash) == 64
     assert data.lineage["packages"]["ray"]
-    assert data.lineage["git"]["commit"]
+    if shutil.which("git"):
+        git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        assert (data.lineage["git"] or {}).get("commit", "") == git.stdout.strip(), "both empty outside a checkout"
     assert data.lineage["seeds"] == {"run": 1, "engine": 0}
     assert data.data.manifest.splits["train"].num_prompts == 800
     assert data.data.manifest.splits["heldout"].num_prompts == 150
@@ -228,8 +234,9 @@ def test_nothing_was_left_running(flow_run: FlowRun, data: Any) -> None:
 
     ours = [
         process.info["cmdline"]
-        for process in psutil.process_iter(["cmdline"])
-        if process.info["cmdline"] and any(str(flow_run.folder) in part for part in process.info["cmdline"])
+        for process in psutil.process_iter(["cmdline", "environ"])
+        # Ranks, engines, verifiers and Ray's daemons inherit the flow's environment, and nobody else has it.
+        if (process.info["environ"] or {}).get("METAFLOW_DATASTORE_SYSROOT_LOCAL") == str(flow_run.folder)
     ]
     assert ours == []
 
@@ -256,3 +263,17 @@ def test_mistakes_end_in_start_with_a_message_and_no_traceback(
     assert message in failed.output
     assert "Traceback" not in failed.output
     assert "prepare_data/" not in failed.output, "nothing starts after a mistake"
+
+
+def test_a_mistake_in_a_file_ends_in_prepare_data_with_the_same_courtesy(tmp_path: Path) -> None:
+    for name, columns in (
+        ("train", {"question": ["1+1="], "answer": ["2"]}),
+        ("heldout", {"prompt": ["1+2="], "answer": ["3"]}),
+    ):
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    files = [f"data.{name}_path={tmp_path / name}.parquet" for name in ("train", "heldout")]
+    failed = run_flow(tmp_path, overrides=("data.source=parquet", *files), timeout_s=90)
+    assert failed.code != 0
+    assert "train.parquet: no column 'prompt'; columns present: 'question', 'answer'" in failed.output
+    assert "Traceback" not in failed.output
+    assert "shard_model/" not in failed.output, "no rank and no engine starts"

@@ -111,3 +111,5 @@ def test_a_group_is_judged_by_itself():
         return [s.advantages for s in samples if s.sample_id.startswith("e0.a/")]
 
     np.testing.assert_array_equal(samples_of_first([0.0, 1.0, 1.0]), samples_of_first([100.0, -100.0, 7.0]))
+    pooled = [group_advantages(np.array([1.0, 0.0, *other]), "standard")[:2] for other in ([0, 1, 1], [100, -100, 7])]
+    assert np.abs(pooled[0] - pooled[1]).max() > 0.1, "statistics over the whole batch would be noticed"

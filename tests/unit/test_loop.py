@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from grpo_lib import loop
+from grpo_lib.config import RunConfig
 from grpo_lib.errors import (
     DeadlineExceeded,
     MismatchError,
@@ -16,8 +18,16 @@ from grpo_lib.errors import (
     WeightSyncError,
 )
 from grpo_lib.loop import LoopState, fit
-from grpo_lib.pipeline import RolloutPipeline
-from grpo_lib.types import FinishReason, Prompt, Verdict, VerdictReason, VerdictState
+from grpo_lib.pipeline import RolloutPipeline, StepRollouts
+from grpo_lib.types import (
+    FinishReason,
+    GroupStatus,
+    Prompt,
+    TrainingSample,
+    Verdict,
+    VerdictReason,
+    VerdictState,
+)
 from tests.unit.fakes import (
     STOP,
     FakeEngine,
@@ -104,6 +114,32 @@ def test_no_rollout_without_a_certified_push() -> None:
     assert len(run.recorder.certificates) == 1, "the evidence is kept"
 
 
+@pytest.mark.parametrize(("trained", "sampled_by"), [(0, -1), (7, 0)])
+def test_a_skipped_first_push_is_noticed(monkeypatch: pytest.MonkeyPatch, trained: int, sampled_by: int) -> None:
+    """The sabotage of the two tests above: the engine starts with what it had, and its tokens give that away."""
+    run = Run()
+    run.trainer.version, run.engine.version = trained, sampled_by
+    monkeypatch.setattr(loop, "_certified_push", lambda *_: None)
+    with pytest.raises(StalenessError, match=rf"versions {sampled_by} … {sampled_by} while the trainer .* {trained}"):
+        run.fit()
+    assert "forward_backward" not in run.journal
+
+
+def test_a_group_without_spread_is_counted_and_not_trained() -> None:
+    def first_is_hopeless(prompt: Prompt, text: str) -> Verdict:
+        return valid(0.0) if prompt.answer == "0" else mixed(prompt, text)
+
+    run = Run(judge=first_is_hopeless, sections={"loop": {"steps": 1}})
+    run.fit()
+    metrics = run.recorder.records[0].metrics
+    assert (metrics["group/kept"], metrics["group/zero_spread_low"]) == (1, 1)
+    assert metrics["reward/mean"] == pytest.approx(2 / 8), "all eight samples, trained or not"
+    (plan,) = run.trainer.plans
+    trained = {name for rank in plan.micro_batches for batch in rank for row in batch.sample_ids for name in row}
+    assert trained == {f"e0.sums-train-000001/{index}" for index in range(4)}
+    assert run.trainer.denominators == [8.0]
+
+
 def test_a_step_without_signal_is_not_applied() -> None:
     """TRL 1.16: momentum moved the weights of steps whose groups had no spread."""
     run = Run(judge=hopeless, sections={"loop": {"steps": 2}})
@@ -114,6 +150,21 @@ def test_a_step_without_signal_is_not_applied() -> None:
     assert run.recorder.records[0].metrics["group/zero_spread_low"] == 2
     assert run.recorder.records[0].metrics["optim/applied"] == 0.0
     assert run.journal.count("push v0") == 1, "unchanged weights are not sent again"
+
+
+def test_training_on_groups_without_spread_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sabotage of the test above: samples of any group, whose advantages of 0 leave momentum to move the policy."""
+
+    def whatever_the_status(config: RunConfig, rollouts: StepRollouts) -> list[TrainingSample]:
+        kept = [replace(assessment, status=GroupStatus.KEPT) for assessment in rollouts.assessments]
+        return trainable_samples(config, replace(rollouts, assessments=tuple(kept)))
+
+    trainable_samples = loop.trainable_samples
+    monkeypatch.setattr(loop, "trainable_samples", whatever_the_status)
+    run = Run(judge=hopeless, sections={"loop": {"steps": 2}})
+    run.fit()
+    assert run.journal.count("optim_step") == 2
+    assert run.trainer.version == 2
 
 
 def test_endless_hopelessness_stops_with_the_numbers() -> None:
@@ -194,12 +245,15 @@ def test_an_outage_of_the_verifier_stops_the_run() -> None:
 
     def broken(prompt: Prompt, text: str) -> Verdict:
         if text.startswith("21"):
-            return Verdict(state=VerdictState.FAILED, reward=0.0, reason=VerdictReason.TIMEOUT)
+            cause = "verifier 'integer' raised ZeroDivisionError: no such luck"
+            return Verdict(state=VerdictState.FAILED, reward=0.0, reason=VerdictReason.CRASH, extracted=cause)
         return mixed(prompt, text)
 
     run = Run(judge=broken)
-    with pytest.raises(VerifierOutage, match=r"2 of 8 verdicts failed.*e0\.sums-train-000000/1: timeout"):
+    named = r"rollouts: 2 of 8 verdicts failed.*e0\.sums-train-000000/1: crash verifier 'integer' raised ZeroDivision"
+    with pytest.raises(VerifierOutage, match=named):
         run.fit()
+    assert "forward_backward" not in run.journal
 
 
 def test_a_tolerated_failure_leaves_only_that_sample_out() -> None:
@@ -248,6 +302,7 @@ def test_reference_logprobs_reach_the_trainer() -> None:
 def test_times_of_every_step_add_up() -> None:
     run = Run()
     run.fit()
+    assert len(run.recorder.records) == 3
     for record in run.recorder.records:
         times = {name: value for name, value in record.metrics.items() if name.startswith("time/")}
         parts = sum(v for n, v in times.items() if n not in ("time/step_s", "time/group_latency_max_s", "time/other_s"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_lib.errors import DataError
+from grpo_lib.errors import DataError, StorageError
 from grpo_lib.trainers import hf_checkpoint
 from grpo_lib.trainers.hf_checkpoint import HfFolder, HfFolderWriter
 from grpo_lib.types import WeightEntry, WeightManifest
@@ -144,3 +145,17 @@ def test_the_config_states_the_dtype_that_was_written(tmp_path: Path, key: str) 
     (source / "config.json").write_text(json.dumps(config))
     write(tmp_path / "out", source, {n: t.bfloat16() for n, t in tensors().items()}, "bfloat16")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**config, key: "bfloat16"}
+
+
+@pytest.mark.parametrize("room_bytes", [0, 128])  # for no file at all, and for all but the weights
+def test_a_full_disk_is_named_with_the_way_out(tmp_path: Path, room_bytes: int) -> None:
+    """A limit on the size of files stands for the disk: its errors come from the same calls."""
+    source = make_folder(tmp_path / "source", model=tensors())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, hard))
+    try:
+        with pytest.raises(StorageError, match=r"cannot write .*File too large.*storage\.root") as caught:
+            write(tmp_path / "out", source, tensors())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert ("model.safetensors" in str(caught.value)) == (room_bytes > 0)
