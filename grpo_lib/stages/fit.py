@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from grpo_lib import loop
@@ -20,8 +20,8 @@ from grpo_lib.loop import StepRecord
 from grpo_lib.pipeline import RolloutPipeline
 from grpo_lib.stages.live import LiveRun, live_run
 from grpo_lib.stages.recorder import DiskRecorder, checkpoints_of
-from grpo_lib.stages.run_paths import RunPaths
-from grpo_lib.timing import SPANS, StepTimer
+from grpo_lib.stages.run_paths import RunPaths, clear
+from grpo_lib.timing import SPANS
 from grpo_lib.tracking import WandbTracker, read_metrics
 from grpo_lib.verifiers.pool import ProcessVerifierPool
 
@@ -51,22 +51,20 @@ def run(
 ) -> TrainingResult:
     """Train from the sharded base model to `loop.steps` and export the result.
 
+    What an earlier attempt of this run left is removed first: its rows would stand beside those of this one.
+
     Args:
         run_id: Names the wandb run.
         on_step: Told of every finished step.
         from_shards: Start from `shard_model`'s checkpoint; else straight from the model folder.
     """
     entered = time.perf_counter()
+    clear(*paths.of_fit)
     model_path = resolve_model_path(config.model.path)
     prompts = read_prompts(paths.data, Split.TRAIN)
     tokenizer = load_tokenizer(model_path)
     stops = stop_token_ids(model_path, tokenizer)
-    first_step_at: float | None = None
-
-    def mark_first_step(_: int) -> None:
-        nonlocal first_step_at
-        first_step_at = first_step_at or time.perf_counter()
-
+    step_starts: list[float] = []
     with (
         ProcessVerifierPool(config.verifier) as verifiers,
         live_run(
@@ -92,16 +90,18 @@ def run(
             sync=live.sync,
             pipeline=pipeline,
             recorder=recorder,
-            timer=StepTimer(),
-            before_step=mark_first_step,
+            before_step=lambda _: step_starts.append(time.perf_counter()),
         )
         live.trainer.export_hf(paths.export)
         version = live.trainer.policy_version
-    assert first_step_at is not None, "loop.steps is at least 1"
+    return _result(paths, steps=state.steps_done, policy_version=version, start_s=step_starts[0] - entered)
+
+
+def _result(paths: RunPaths, *, steps: int, policy_version: int, start_s: float) -> TrainingResult:
     return TrainingResult(
-        steps=state.steps_done,
-        policy_version=version,
-        start_s=first_step_at - entered,
+        steps=steps,
+        policy_version=policy_version,
+        start_s=start_s,
         spans_median_s=_median_spans(paths),
         metrics=str(paths.metrics),
         certificates=str(paths.certificates),
@@ -119,21 +119,22 @@ def _recorder(
     run_id: str,
     on_step: Callable[[StepRecord], None] | None,
 ) -> Iterator[DiskRecorder]:
-    trackers: list[Tracker] = []
-    if config.tracking.wandb:
-        trackers.append(
-            WandbTracker(
+    """Whatever happens inside, the writer and the trackers end; only a run that succeeded is also finished."""
+    with ExitStack() as stack:
+        trackers: list[Tracker] = []
+        if config.tracking.wandb:
+            tracker = WandbTracker(
                 project=config.tracking.project,
                 run_id=run_id,
                 config=config.model_dump(mode="json"),
                 directory=paths.tracking,
             )
-        )
-    recorder = DiskRecorder(config, paths, trainer=live.trainer, trackers=trackers, on_step=on_step)
-    try:
+            stack.callback(tracker.close)
+            trackers.append(tracker)
+        recorder = DiskRecorder(config, paths, trainer=live.trainer, trackers=trackers, on_step=on_step)
+        stack.callback(recorder.close)
         yield recorder
-    finally:
-        recorder.close()
+        recorder.finish()
 
 
 def _median_spans(paths: RunPaths) -> dict[str, float]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -38,7 +38,7 @@ class DiskRecorder:
 
     Args:
         trainer: Whose state checkpoints hold.
-        trackers: Where metrics go besides the metrics file.
+        trackers: Where metrics go besides the metrics file; the caller closes them.
         on_step: Told of every finished step.
     """
 
@@ -112,13 +112,17 @@ class DiskRecorder:
         if self._on_step is not None:
             self._on_step(record)
 
+    def finish(self) -> None:
+        """After the last step: keep the metrics as Parquet too."""
+        self.flush()
+        self._metrics.write_parquet()
+
     def close(self) -> None:
-        """Finish writing, keep the metrics as Parquet too, and close the trackers."""
+        """End the writer. Rollouts that nobody waited for belong to a step that failed: its error is on the way up, so
+        a second one is logged and not raised over it."""
         self._writer.shutdown(wait=True)
-        if self._metrics.path.exists():
-            self._metrics.write_parquet()
-        for tracker in self._trackers:
-            tracker.close()
+        if self._written is not None and (error := self._written.exception()) is not None:
+            log.error("the rollouts of the step that failed are not stored either: %s", error)
 
     def _line(self, record: StepRecord) -> str:
         metrics = record.metrics
@@ -132,7 +136,7 @@ class DiskRecorder:
         )
         return (
             f"step {record.step}/{self._config.loop.steps}  reward {metrics['reward/mean']:.3f}  {trained}  "
-            f"{metrics['time/step_s']:.2f} s  ETA {time.strftime('%H:%M:%S', time.gmtime(left_s))}"
+            f"{metrics['time/step_s']:.2f} s  ETA {timedelta(seconds=round(left_s))}"
         )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_lib.config import RunConfig
+from grpo_lib.data.files import storage_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,5 +56,25 @@ class RunPaths:
         return self.run / "rollouts.jsonl"
 
     @property
+    def of_fit(self) -> tuple[Path, ...]:
+        """Everything that `fit` writes for the steps after it; trackers keep their own history."""
+        tables = (self.metrics, self.metrics.with_suffix(".parquet"), self.certificates, self.rollout_index)
+        return (*tables, self.checkpoints, self.export)
+
+    @property
     def tracking(self) -> Path:
         return self.run / "tracking"
+
+
+def clear(*paths: Path) -> None:
+    """Remove files and folders that an earlier attempt of a step left, so that a retried step starts from its inputs.
+
+    Raises:
+        StorageError: something cannot be removed.
+    """
+    for path in paths:
+        with storage_errors(path, setting="storage.root"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)

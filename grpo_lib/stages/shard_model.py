@@ -8,12 +8,14 @@ from grpo_lib.config import RunConfig
 from grpo_lib.data.models import inspect_model, resolve_model_path
 from grpo_lib.errors import DataError
 from grpo_lib.stages.live import live_trainer
-from grpo_lib.stages.run_paths import RunPaths
+from grpo_lib.stages.run_paths import RunPaths, clear
 from grpo_lib.types import ShardPlan
 
 
 def run(config: RunConfig, paths: RunPaths) -> ShardPlan:
     """Load, shard, write the sharded checkpoint, meet, gather again and compare with the source tensor by tensor.
+
+    A checkpoint that an earlier attempt left is removed first.
 
     Raises:
         DeadlineExceeded: names the ranks that did not reach the barrier.
@@ -21,6 +23,7 @@ def run(config: RunConfig, paths: RunPaths) -> ShardPlan:
     """
     model_path = resolve_model_path(config.model.path)
     deadlines = config.deadlines
+    clear(paths.shards)
     with live_trainer(config, model_path=model_path) as (trainer, group):
         trainer.save(paths.shards)
         started = time.perf_counter()
