@@ -75,8 +75,8 @@ def test_every_step_left_its_artifacts(flow_run: FlowRun, data: Any) -> None:
     assert len(data.config_hash) == 64
     assert data.lineage["packages"]["ray"]
     if shutil.which("git"):
-        git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        assert (data.lineage["git"] or {}).get("commit", "") == git.stdout.strip(), "both empty outside a checkout"
+        git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, check=False)
+        assert (data.lineage["git"] is not None) == (git.returncode == 0), "None outside a checkout"
     assert data.lineage["seeds"] == {"run": 1, "engine": 0}
     assert data.data.manifest.splits["train"].num_prompts == 800
     assert data.data.manifest.splits["heldout"].num_prompts == 150
