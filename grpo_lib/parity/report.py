@@ -71,7 +71,7 @@ def build_report(
         nan_check(pairs),
         *clip_checks(pairs, metrics, config.parity),
         *([shard_check(shard_plan)] if shard_plan else []),
-        sync_check(certificates),
+        sync_check(certificates, metrics),
         learning_check(metrics),
         schedule_check(metrics, config.trainer),
         time_check(metrics),

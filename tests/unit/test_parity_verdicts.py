@@ -90,6 +90,9 @@ def good_certificates() -> list[SyncCertificate]:
     return [certificate(version, canary=version == 0) for version in range(6)]
 
 
+RUN_ROWS = [row(step) for step in range(1, 6)]  # the five steps that `good_certificates` belong to
+
+
 def evaluation(before: float | None = 0.5, after: float | None = 0.9, failed: int = 0) -> dict[str, Any]:
     def side(value: float | None) -> dict[str, Any]:
         estimate = {"value": value, "low": None, "high": None, "num_prompts": 150}
@@ -221,21 +224,33 @@ def test_clipped_weights_of_probe_and_run() -> None:
 def test_one_bad_push_fails(changes: dict[str, Any], mention: str) -> None:
     certificates = good_certificates()
     certificates[3] = replace(certificates[3], **changes)
-    check = verdicts.sync_check(certificates)
+    check = verdicts.sync_check(certificates, RUN_ROWS)
     assert check.verdict is FAIL
     assert mention in check.evidence
+
+
+@pytest.mark.parametrize(("kept", "mention"), [(slice(1, None), "v0"), (slice(None, -1), "v5")])
+def test_a_push_missing_at_either_end_fails(kept: slice, mention: str) -> None:
+    """The rows say which versions there were: neither the first sync nor the last may be left out unseen."""
+    check = verdicts.sync_check(good_certificates()[kept], RUN_ROWS)
+    assert check.verdict is FAIL
+    assert f"versions without a push: {mention}" in check.evidence
+
+
+def test_no_push_at_all_fails() -> None:
+    assert verdicts.sync_check([], RUN_ROWS).verdict is FAIL
 
 
 def test_a_failed_canary_and_a_missing_one() -> None:
     bad = replace(good_certificates()[0], canary=CanaryResult(
         num_tokens=40, max_abs=1e-3, mean_abs=1e-4, tolerance=5e-5, seconds=0.1
     ))  # fmt: skip
-    assert verdicts.sync_check([bad, *good_certificates()[1:]]).verdict is FAIL
-    unproven = verdicts.sync_check([certificate(version) for version in range(6)])
+    assert verdicts.sync_check([bad, *good_certificates()[1:]], RUN_ROWS).verdict is FAIL
+    unproven = verdicts.sync_check([certificate(version) for version in range(6)], RUN_ROWS)
     assert unproven.verdict is INCONCLUSIVE
-    assert verdicts.sync_check([]).verdict is INCONCLUSIVE
+    assert verdicts.sync_check([], []).verdict is INCONCLUSIVE
     # Without a canary a broken push still fails.
-    assert verdicts.sync_check([certificate(0, missing=("x",))]).verdict is FAIL
+    assert verdicts.sync_check([certificate(0, missing=("x",))], []).verdict is FAIL
 
 
 @pytest.mark.parametrize(
