@@ -111,7 +111,8 @@ def fit(
         times = timer.finish_step()
         with timer.span("record"):  # charged to the step that begins here: a record cannot hold its own time
             recorder.step(_record(step, trainer.policy_version, plan is not None, metrics, times))
-        _check_signal(config, state, rollouts)
+        if step < config.loop.steps:
+            _check_signal(config, state, rollouts)
     return state
 
 

@@ -175,6 +175,12 @@ def test_endless_hopelessness_stops_with_the_numbers() -> None:
     assert len(run.recorder.records) == 3, "the steps before the stop are recorded"
 
 
+def test_a_run_that_has_done_its_steps_ends_well_whatever_the_last_ones_taught() -> None:
+    """A policy that solved its task in the last steps is a result to export, not a reason to stop."""
+    run = Run(judge=hopeless, sections={"loop": {"steps": 3, "max_empty_steps": 3}})
+    assert run.fit() == LoopState(steps_done=3, empty_steps=3)
+
+
 def test_the_count_of_empty_steps_survives_a_resume() -> None:
     run = Run(judge=hopeless, sections={"loop": {"steps": 50}})
     with pytest.raises(NoLearningSignal):
