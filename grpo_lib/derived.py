@@ -31,16 +31,10 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
-    """Bytes of one trainer rank by cause."""
+class _Memory:
+    """Bytes by cause; a subclass adds the causes that lie on the device."""
 
     process: int
-    parameters: int  # fp32 shard
-    gradients: int  # fp32 shard
-    optimizer: int  # two fp32 moments of the shard
-    gathered: int  # full tensors that exist at a time: a layer in the forward pass, a bucket in a push
-    activations: int
-    logits: int  # fp32 [chunk, vocab]: logits, log-softmax and gradient
 
     @property
     def device(self) -> int:
@@ -53,21 +47,24 @@ class RankMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineMemory:
+class RankMemory(_Memory):
+    """Bytes of one trainer rank by cause."""
+
+    parameters: int  # fp32 shard
+    gradients: int  # fp32 shard
+    optimizer: int  # two fp32 moments of the shard
+    gathered: int  # full tensors that exist at a time: a layer in the forward pass, a bucket in a push
+    activations: int
+    logits: int  # fp32 [chunk, vocab]: logits, log-softmax and gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory(_Memory):
     """Bytes of one engine by cause."""
 
-    process: int
     weights: int
     kv_cache: int  # `rollout.kv_cache_mib`; on a GPU the engine takes what is left
     logits: int
-
-    @property
-    def device(self) -> int:
-        return sum(asdict(self).values()) - self.process
-
-    @property
-    def total(self) -> int:
-        return self.device + self.process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,6 @@ def fit(
     pipeline: RolloutPipeline,
     recorder: RunRecorder,
     state: LoopState = LoopState(),
-    timer: StepTimer | None = None,
     before_step: Callable[[int], None] | None = None,
 ) -> LoopState:
     """Run the loop to `loop.steps`.
@@ -83,7 +82,7 @@ def fit(
         WeightSyncError: a push could not be certified.
         NoLearningSignal: `loop.max_empty_steps` steps in a row had nothing to train on.
     """
-    timer = timer or StepTimer()
+    timer = StepTimer()
     _certified_push(sync, trainer.policy_version, recorder)
     timer.finish_step()  # the initial push belongs to start-up, not to the first step
     while state.steps_done < config.loop.steps:

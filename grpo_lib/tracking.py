@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_lib.data.files import storage_errors
+from grpo_lib.data.files import append_json_line, storage_errors
 from grpo_lib.errors import DataError
 
 _SETTING = "storage.root"
@@ -34,8 +34,7 @@ class MetricsFile:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in row.items()
         }
-        with storage_errors(self.path, setting=_SETTING), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite) + "\n")
+        append_json_line(self.path, finite, setting=_SETTING)
 
     def rows(self) -> list[dict[str, Any]]:
         return list(read_metrics(self.path))

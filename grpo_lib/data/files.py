@@ -1,15 +1,17 @@
-"""Files that are either whole or absent, with their sha256."""
+"""Files that are either whole or absent, with their sha256; and files that grow by whole lines."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from grpo_lib.errors import StorageError
 
@@ -55,6 +57,18 @@ def storage_errors(path: Path, *, setting: str, needed_bytes: int | None = None)
         else:
             advice = f"check the folder and its disk, or point {setting} elsewhere"
         raise StorageError(f"cannot write {path}: {reason}; {advice}") from error
+
+
+def append_json_line(path: Path, row: Mapping[str, Any], *, setting: str) -> None:
+    """Add one line of JSON to a file, which is made with its folder where there is none; written when it returns.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    with storage_errors(path, setting=setting):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def no_room(path: Path, reason: str, *, setting: str, needed_bytes: int | None = None) -> str:

@@ -78,7 +78,7 @@ def live_parts(
         engine_version: Policy version of the weights in `engine_model`.
     """
     with ExitStack() as stack:
-        stack.enter_context(_cluster(config, [_rank_demand(config), _engine_demand(config)]))
+        stack.enter_context(local_cluster(config.runtime, demands=[_rank_demand(config), _engine_demand(config)]))
         rank_group = stack.enter_context(_launched(_rank_group(config, trainer_model, checkpoint)))
         engine_group = stack.enter_context(_launched(_engine_group(config, engine_model, engine_version)))
         setup = _begin_setup(rank_group, config)
@@ -93,7 +93,7 @@ def live_trainer(
 ) -> Iterator[tuple[RayTrainerGroup, ActorGroup]]:
     """Trainer ranks alone, with the group that hosts them."""
     with (
-        _cluster(config, [_rank_demand(config)]),
+        local_cluster(config.runtime, demands=[_rank_demand(config)]),
         _launched(_rank_group(config, model_path, checkpoint)) as group,
     ):
         _begin_setup(group, config).wait(deadline_s=config.deadlines.ranks_start_s, setting=_RANKS_START)
@@ -104,7 +104,7 @@ def live_trainer(
 def live_engines(config: RunConfig, *, model_path: Path, policy_version: int) -> Iterator[EngineGroup]:
     """Engines alone, holding the folder's weights under `policy_version`."""
     with (
-        _cluster(config, [_engine_demand(config)]),
+        local_cluster(config.runtime, demands=[_engine_demand(config)]),
         _launched(_engine_group(config, model_path, policy_version)) as group,
     ):
         group.wait_ready(deadline_s=config.deadlines.engine_start_s, setting=_ENGINE_START)
@@ -118,10 +118,6 @@ def _launched(group: ActorGroup) -> Iterator[ActorGroup]:
         yield group
     finally:
         group.close()
-
-
-def _cluster(config: RunConfig, demands: Sequence[ResourceDemand]):
-    return local_cluster(config.runtime, demands=demands)
 
 
 def _rank_demand(config: RunConfig) -> ResourceDemand:

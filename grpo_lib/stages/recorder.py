@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from grpo_lib.algo.advantages import GroupAssessment
 from grpo_lib.config import RunConfig
-from grpo_lib.data.files import storage_errors
+from grpo_lib.data.files import append_json_line, storage_errors
 from grpo_lib.interfaces import Tracker, TrainerGroup
 from grpo_lib.loop import StepRecord
 from grpo_lib.stages.run_paths import RunPaths
@@ -60,12 +60,12 @@ class DiskRecorder:
         self._written: Future[None] | None = None
 
     def certificate(self, certificate: SyncCertificate) -> None:
-        _append(self._paths.certificates, _CERTIFICATE.dump_python(certificate, mode="json"))
+        append_json_line(self._paths.certificates, _CERTIFICATE.dump_python(certificate, mode="json"), setting=_SETTING)
 
     def rollouts(self, step: int, groups: tuple[RolloutGroup, ...], assessments: tuple[GroupAssessment, ...]) -> None:
         def write() -> None:
             ref = write_rollouts(self._store, step=step, groups=groups, assessments=assessments)
-            _append(self._paths.rollout_index, {"step": step, **ref.to_dict()})
+            append_json_line(self._paths.rollout_index, {"step": step, **ref.to_dict()}, setting=_SETTING)
 
         self._written = self._writer.submit(write)
 
@@ -148,10 +148,3 @@ def checkpoints_of(paths: RunPaths) -> list[Path]:
 def read_certificates(path: Path) -> list[SyncCertificate]:
     """Certificates of every push, in order."""
     return [_CERTIFICATE.validate_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _append(path: Path, row: dict[str, object]) -> None:
-    with storage_errors(path, setting=_SETTING):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")

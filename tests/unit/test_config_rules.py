@@ -194,10 +194,13 @@ def test_every_rule_has_a_case() -> None:
 
 
 def test_gpu_configurations_that_are_meant_to_work() -> None:
-    resolve(RECIPE, [*GPU, "trainer.num_ranks=4", "rollout.num_engines=4"])
-    resolve(RECIPE, [*GPU[::2], "rollout.tensor_parallel_size=2", "runtime.gpus_per_engine=2"])
-    resolve(RECIPE, ["weight_sync.backend=ipc", "runtime.gpus_per_rank=0.5", "runtime.gpus_per_engine=0.5"])
+    split = resolve(RECIPE, [*GPU, "trainer.num_ranks=4", "rollout.num_engines=4"])
+    assert (split.trainer.num_ranks, split.rollout.num_engines) == (4, 4)
+    parallel = resolve(RECIPE, [*GPU[::2], "rollout.tensor_parallel_size=2", "runtime.gpus_per_engine=2"])
+    assert parallel.runtime.gpus_per_engine == parallel.rollout.tensor_parallel_size == 2
+    shared = resolve(RECIPE, ["weight_sync.backend=ipc", "runtime.gpus_per_rank=0.5", "runtime.gpus_per_engine=0.5"])
+    assert shared.runtime.gpus_per_rank + shared.runtime.gpus_per_engine == 1
 
 
 def test_file_sources_are_not_judged_by_the_generator_settings() -> None:
-    resolve(RECIPE, [*FILES, "data.num_train=5", "data.max_x=2"])
+    assert resolve(RECIPE, [*FILES, "data.num_train=5", "data.max_x=2"]).data.num_train == 5
