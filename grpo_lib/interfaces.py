@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from grpo_lib.types import (
@@ -11,7 +11,7 @@ from grpo_lib.types import (
     GenerationRequest,
     PackedBatch,
     Prompt,
-    ShardedTensor,
+    StateKind,
     StepMetrics,
     StepPlan,
     SyncCertificate,
@@ -70,10 +70,6 @@ class TrainerBackend(Protocol):
         """
         ...
 
-    def zero_grad(self) -> None:
-        """Drop accumulated gradients; weights, version and schedule stay."""
-        ...
-
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:
         """[B, T] float32 on CPU, log-probability of each label at the sampling temperature, without gradient."""
         ...
@@ -94,12 +90,35 @@ class TrainerBackend(Protocol):
         """The inverse of `save`, for any number of ranks."""
         ...
 
-    def export_hf(self, path: Path) -> None:
-        """Write a folder that `transformers` and vLLM load, with the source model's config and tokenizer."""
+    def local_numel(self) -> Mapping[str, tuple[str, int]]:
+        """Hugging Face name → (own parameter name, number of elements that this rank keeps); collective-free."""
         ...
 
-    def shard_report(self) -> tuple[ShardedTensor, ...]:
-        """How each parameter is laid out, with checksums of it gathered and of the source it came from."""
+
+class InspectableTrainer(TrainerBackend, Protocol):
+    """What a backend adds to take part in parity replay and bisect. Every method is collective."""
+
+    def named_state(self, kind: StateKind) -> Iterator[Bucket]:
+        """Full plain fp32 tensors under Hugging Face names, in manifest order and bounded buckets.
+
+        Gradients are those of the summed token loss / loss_denominator over all ranks, before clipping; they exist
+        between `forward_backward` and `optim_step`, which asserts.
+        """
+        ...
+
+    def load_state(self, kind: StateKind, read: Callable[[str], torch.Tensor]) -> None:
+        """Replace weights or a moment by `read(Hugging Face name)`, a full fp32 tensor on CPU; each rank keeps its part.
+
+        `policy_version`, which the caller sets, is also the number of steps in AdamW's bias correction. Accumulated
+        gradients are dropped.
+        """
+        ...
+
+    def hidden_states(self, batch: PackedBatch) -> Iterator[tuple[str, torch.Tensor]]:
+        """(``"embedding"``, ``"layer 0"`` …, [B, T, D] float32 on CPU): the residual stream after each block; no grad.
+
+        Entries of padding are 0.
+        """
         ...
 
 
@@ -116,8 +135,6 @@ class TrainerGroup(Protocol):
 
     def optim_step(self) -> StepMetrics: ...
 
-    def zero_grad(self) -> None: ...
-
     def logprobs(self, plan: StepPlan, *, reference: bool = False) -> tuple[tuple[torch.Tensor, ...], ...]:
         """[ranks][micro-batches] of [B, T] float32, by the policy or by the frozen reference."""
         ...
@@ -126,7 +143,27 @@ class TrainerGroup(Protocol):
 
     def load(self, path: Path) -> None: ...
 
-    def export_hf(self, path: Path) -> None: ...
+    def export_hf(self, path: Path) -> None:
+        """Write a folder that `transformers` and vLLM load, with the source model's config and tokenizer."""
+        ...
+
+
+class ReplayTrainer(TrainerGroup, Protocol):
+    """A trainer that replay can drive: its state goes in and out as files of full tensors by Hugging Face name."""
+
+    name: str
+
+    def dump_state(self, folder: Path, kinds: Sequence[StateKind]) -> None:
+        """Write ``<kind>.safetensors`` for each kind and ``state.json`` with the policy version."""
+        ...
+
+    def restore_state(self, folder: Path) -> None:
+        """Weights, both moments and policy version of `dump_state(folder, TRAINING_STATE)`, of any backend."""
+        ...
+
+    def hidden_states(self, plan: StepPlan) -> tuple[tuple[dict[str, torch.Tensor], ...], ...]:
+        """[ranks][micro-batches] of layer name → [B, T, D] float32, as `InspectableTrainer.hidden_states`."""
+        ...
 
 
 class RolloutEngine(Protocol):

@@ -411,6 +411,18 @@ class WeightManifest:
         return tuple(entry.name for entry in self.entries)
 
 
+class StateKind(StrEnum):
+    """The tensors a trainer keeps for each parameter, all in fp32."""
+
+    WEIGHT = "weight"  # the master copy that the optimiser updates
+    GRADIENT = "gradient"  # accumulated and not clipped; exists between forward_backward and optim_step
+    FIRST_MOMENT = "exp_avg"  # AdamW's
+    SECOND_MOMENT = "exp_avg_sq"
+
+
+TRAINING_STATE = (StateKind.WEIGHT, StateKind.FIRST_MOMENT, StateKind.SECOND_MOMENT)  # all that a step starts from
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bucket:
     """A bounded run of full, plain, contiguous tensors whose gather is complete on every rank."""
