@@ -147,6 +147,10 @@ class TrainerConfig(_Section):
         default=1024, ge=1, description="Tokens whose fp32 [chunk, vocab] logits exist at a time."
     )
     bucket_mib: int = Field(default=256, ge=1, description="Size of a gathered weight bucket, MiB.")
+    zero_stage: int = Field(default=2, ge=0, le=3, description="DeepSpeed's ZeRO stage; hf_deepspeed only.")
+    activation_checkpointing: bool = Field(
+        default=False, description="Recompute each block in the backward pass instead of keeping its activations."
+    )
 
 
 class LoopConfig(_Section):
@@ -201,6 +205,22 @@ class ParityConfig(_Section):
     p999_abs: float = Field(default=1e-5, gt=0, description="99.9th percentile.")
     mean_abs: float = Field(default=1e-6, gt=0, description="Mean.")
     decode_score_max_abs: float = Field(default=0.0, ge=0, description="Engine's decode against its own score.")
+    replay_steps: int = Field(default=20, ge=1, description="Stored steps that are replayed.")
+    replay_max_abs: float = Field(default=1e-5, gt=0, description="Lockstep: largest |logprob difference| of a step.")
+    replay_relative: float = Field(
+        default=1e-5, gt=0, description="Lockstep: relative L2 distance of gradients and of weights after a step."
+    )
+    noise_factor: float = Field(
+        default=3.0, ge=1, description="Free-running: largest multiple of the noise floor of one backend with itself."
+    )
+    free_weight_relative: float = Field(
+        default=1e-5, gt=0, description="Free-running: relative L2 distance of the weights after the last step."
+    )
+    min_seeds: int = Field(default=3, ge=2, description="Runs per side; fewer make learning curves INCONCLUSIVE.")
+    accuracy_margin: float = Field(
+        default=0.05, gt=0, lt=1, description="Difference of accuracy or reward share that still counts as equal."
+    )
+    history_nights: int = Field(default=14, ge=5, description="Past nights whose band a nightly value is held against.")
 
 
 class TrackingConfig(_Section):

@@ -107,7 +107,7 @@ class InspectableTrainer(TrainerBackend, Protocol):
         ...
 
     def load_state(self, kind: StateKind, read: Callable[[str], torch.Tensor]) -> None:
-        """Replace weights or a moment by `read(Hugging Face name)`, a full fp32 tensor on CPU; each rank keeps its part.
+        """Replace weights or a moment by `read(Hugging Face name)`, full fp32 on CPU, of which a rank keeps its part.
 
         `policy_version`, which the caller sets, is also the number of steps in AdamW's bias correction. Accumulated
         gradients are dropped.

@@ -51,9 +51,7 @@ def state_distance(
     for name in names:
         a, b = read_a(name), read_b(name)
         if a.shape != b.shape:
-            raise ValueError(
-                f"tensor {name!r} has shape {tuple(a.shape)} in one state and {tuple(b.shape)} in the other"
-            )
+            raise ValueError(f"tensor {name!r} has shape {tuple(a.shape)} and {tuple(b.shape)}")
         a, b = a.flatten().double(), b.flatten().double()
         sums = torch.stack([a @ a, b @ b, a @ b, (a - b).square().sum()])
         totals += sums
