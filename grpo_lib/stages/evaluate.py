@@ -14,6 +14,7 @@ from grpo_lib.data.store import read_prompts
 from grpo_lib.evaluate import EvaluationResult, evaluate_policy
 from grpo_lib.stages.live import live_engines
 from grpo_lib.stages.run_paths import RunPaths
+from grpo_lib.stages.stored_run import write_evaluation
 from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.rollouts import write_rollouts
 from grpo_lib.verifiers.pool import ProcessVerifierPool
@@ -54,4 +55,6 @@ def run(config: RunConfig, paths: RunPaths, *, policy_version: int) -> Evaluatio
         for group in after.groups
     ]
     ref = write_rollouts(LocalStore(paths.store), step=config.loop.steps, groups=after.groups, assessments=assessments)
-    return Evaluation(evaluation=result.to_dict(), rollouts=ref.to_dict())
+    evaluation = result.to_dict()
+    write_evaluation(paths, evaluation=evaluation, probe_rollouts=ref.to_dict(), policy_version=policy_version)
+    return Evaluation(evaluation=evaluation, rollouts=ref.to_dict())

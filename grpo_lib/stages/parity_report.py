@@ -14,6 +14,7 @@ from grpo_lib.stages.live import live_parts
 from grpo_lib.stages.recorder import checkpoints_of, read_certificates
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.scorers import ScoredBySequence, ScoredByTrainer
+from grpo_lib.stages.stored_run import write_parity
 from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.refs import StoreRef
 from grpo_lib.storage.rollouts import read_rollouts
@@ -65,15 +66,18 @@ def run(
             ScoredBySequence(name="hf", scorer=plain),
         ]
         pairs = probe(groups, scorers, policy_version=policy_version, cap=config.algorithm.correction_cap)
-    report = build_report(
-        config,
-        pairs=pairs,
-        metrics=metrics,
-        certificates=read_certificates(paths.certificates),
-        evaluation=evaluation,
-        shard_plan=shard_plan,
+    report = to_dict(
+        build_report(
+            config,
+            pairs=pairs,
+            metrics=metrics,
+            certificates=read_certificates(paths.certificates),
+            evaluation=evaluation,
+            shard_plan=shard_plan,
+        )
     )
-    return StoredReport(parity=to_dict(report), metrics=metrics, samples=_samples(groups))
+    write_parity(paths, report)
+    return StoredReport(parity=report, metrics=metrics, samples=_samples(groups))
 
 
 def _samples(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:

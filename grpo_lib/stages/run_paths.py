@@ -25,6 +25,11 @@ class RunPaths:
         return RunPaths(run=root / run_id, store=root / "store")
 
     @property
+    def record(self) -> Path:
+        """What the run is: id, configuration, origin. See `stored_run`."""
+        return self.run / "run.json"
+
+    @property
     def data(self) -> Path:
         return self.run / "data"
 
@@ -56,10 +61,20 @@ class RunPaths:
         return self.run / "rollouts.jsonl"
 
     @property
+    def evaluation(self) -> Path:
+        """Accuracies and the store reference of the probe rollouts."""
+        return self.run / "evaluation.json"
+
+    @property
+    def parity(self) -> Path:
+        """The run's own parity report."""
+        return self.run / "parity.json"
+
+    @property
     def of_fit(self) -> tuple[Path, ...]:
-        """Everything that `fit` writes for the steps after it; trackers keep their own history."""
+        """Everything that `fit` and the steps after it write; trackers keep their own history."""
         tables = (self.metrics, self.metrics.with_suffix(".parquet"), self.certificates, self.rollout_index)
-        return (*tables, self.checkpoints, self.export)
+        return (*tables, self.checkpoints, self.export, self.evaluation, self.parity)
 
     @property
     def tracking(self) -> Path:

@@ -1,0 +1,64 @@
+"""Metaflow's client, read only: from the id of a run to the folder where that run keeps its files."""
+
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+# (metaflow declares no exports)
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from metaflow import Flow, Run, namespace
+from metaflow.exception import MetaflowNotFound
+
+from grpo_lib.errors import DataError
+
+FLOWS = ("GRPOFlow", "ParityFlow")  # both keep a `RunPaths` as `paths` in their first step
+_SHOWN_RUNS = 5
+
+
+def run_folder(reference: str) -> Path:
+    """The folder that a run wrote to.
+
+    Args:
+        reference: "GRPOFlow/123", "ParityFlow/7", or "123" for the run of that id of either flow.
+
+    Raises:
+        DataError: Metaflow knows no such run here, or the run ended before it had a folder.
+    """
+    namespace(None)  # runs of every user and branch
+    flow, _, run_id = reference.rpartition("/")
+    for name in (flow,) if flow else FLOWS:
+        try:
+            run = Run(f"{name}/{run_id}")
+        except MetaflowNotFound:
+            continue
+        return _folder_of(run)
+    raise DataError(
+        f"Metaflow knows no run {reference!r} here; {_latest()}. Local runs are found from the folder in which they "
+        "were started; a run's folder works from everywhere"
+    )
+
+
+def _folder_of(run: Run) -> Path:
+    try:
+        task = run["start"].task
+        if task is not None:
+            return Path(task["paths"].data.run)
+    except (KeyError, MetaflowNotFound):
+        pass
+    raise DataError(
+        f"run {run.pathspec} ended before its start step was done, so it has no folder; "
+        f"python flows/grpo_flow.py logs {run.id}/start shows why"
+    )
+
+
+def _latest() -> str:
+    """E.g. ``"the latest are GRPOFlow/12, GRPOFlow/11"``."""
+    found = []
+    for name in FLOWS:
+        try:
+            found += [(run.created_at, run.pathspec) for run, _ in zip(Flow(name), range(_SHOWN_RUNS), strict=False)]
+        except MetaflowNotFound:
+            continue
+    names = [pathspec for _, pathspec in sorted(found, reverse=True)[:_SHOWN_RUNS]]
+    return f"the latest are {', '.join(names)}" if names else "there are no runs at all"
