@@ -51,7 +51,10 @@ class TrainerBackend(Protocol):
     device has finished, so that a caller's timer is honest.
     """
 
-    policy_version: int  # optimiser steps applied since the base model
+    @property
+    def policy_version(self) -> int:
+        """Optimiser steps applied since the base model."""
+        ...
 
     def forward_backward(
         self, micro_batches: Sequence[PackedBatch], loss: PolicyLoss, *, loss_denominator: float
@@ -98,6 +101,14 @@ class TrainerBackend(Protocol):
 class InspectableTrainer(TrainerBackend, Protocol):
     """What a backend adds to take part in parity replay and bisect. Every method is collective."""
 
+    @property
+    def policy_version(self) -> int: ...
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        """Also sets the number of steps that AdamW's bias correction counts."""
+        ...
+
     def named_state(self, kind: StateKind) -> Iterator[Bucket]:
         """Full plain fp32 tensors under Hugging Face names, in manifest order and bounded buckets.
 
@@ -109,8 +120,7 @@ class InspectableTrainer(TrainerBackend, Protocol):
     def load_state(self, kind: StateKind, read: Callable[[str], torch.Tensor]) -> None:
         """Replace weights or a moment by `read(Hugging Face name)`, full fp32 on CPU, of which a rank keeps its part.
 
-        `policy_version`, which the caller sets, is also the number of steps in AdamW's bias correction. Accumulated
-        gradients are dropped.
+        Accumulated gradients are dropped. The caller sets `policy_version` afterwards.
         """
         ...
 

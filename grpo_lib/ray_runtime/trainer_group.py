@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from grpo_lib.config import DeadlinesConfig
 from grpo_lib.errors import RankFailure
 from grpo_lib.ray_runtime.actor_group import ActorGroup
 from grpo_lib.ray_runtime.parcels import BatchParcel
-from grpo_lib.types import SenderReport, StepMetrics, StepPlan
+from grpo_lib.types import SenderReport, StateKind, StepMetrics, StepPlan
 
 _TRAIN = "deadlines.train_s"
 _RANK_SHARE = 0.9  # a rank's own deadline ends first, because its message knows more
@@ -25,10 +26,12 @@ class RayTrainerGroup:
             the methods of `TrainerBackend`, with `forward_backward(micro_batches, *, loss_denominator)` and
             `logprobs(micro_batches, *, reference)`, and `connect_sender(client, *, port, timeout_s)` and
             `push_weights(policy_version)`.
+        name: Of the backend, for reports.
         has_reference: Whether the ranks hold a frozen reference policy.
     """
 
-    def __init__(self, group: ActorGroup, *, deadlines: DeadlinesConfig, has_reference: bool) -> None:
+    def __init__(self, group: ActorGroup, *, name: str, deadlines: DeadlinesConfig, has_reference: bool) -> None:
+        self.name = name
         self._group, self._deadlines = group, deadlines
         self.num_ranks, self.has_reference = group.size, has_reference
         self._policy_version: int | None = None
@@ -58,9 +61,6 @@ class RayTrainerGroup:
         self._policy_version = self._agreed([version for _, version in stepped])
         return stepped[0][0]
 
-    def zero_grad(self) -> None:
-        self._call("zero_grad")
-
     def logprobs(self, plan: StepPlan, *, reference: bool = False) -> tuple[tuple[torch.Tensor, ...], ...]:
         if reference and not self.has_reference:
             raise ValueError("no reference policy is loaded: algorithm.kl_beta is 0")
@@ -82,6 +82,21 @@ class RayTrainerGroup:
 
     def export_hf(self, path: Path) -> None:
         self._call("export_hf", path)
+
+    # -- replay: `interfaces.ReplayTrainer` --------------------------------------------------------------------------
+
+    def dump_state(self, folder: Path, kinds: Sequence[StateKind]) -> None:
+        self._call("dump_state", folder, tuple(kinds))
+
+    def restore_state(self, folder: Path) -> None:
+        self._policy_version = None
+        self._call("restore_state", folder)
+
+    def hidden_states(self, plan: StepPlan) -> tuple[tuple[dict[str, torch.Tensor], ...], ...]:
+        ranks = self._group.call_each(
+            "hidden_states", self._parcels(plan), deadline_s=self._deadlines.train_s, setting=_TRAIN
+        )
+        return tuple(tuple(rank) for rank in ranks)
 
     # -- weights: `weight_sync.sync.SendingRanks` --------------------------------------------------------------------
 

@@ -157,7 +157,12 @@ def _begin_setup(group: ActorGroup, config: RunConfig) -> Pending:
 
 
 def _trainer(group: ActorGroup, config: RunConfig) -> RayTrainerGroup:
-    return RayTrainerGroup(group, deadlines=config.deadlines, has_reference=config.algorithm.kl_beta > 0)
+    return RayTrainerGroup(
+        group,
+        name=config.trainer.backend,
+        deadlines=config.deadlines,
+        has_reference=config.algorithm.kl_beta > 0,
+    )
 
 
 def _engine_group(config: RunConfig, model_path: Path, policy_version: int) -> ActorGroup:

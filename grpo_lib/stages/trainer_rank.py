@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 from grpo_lib.algo.losses import build_loss
 from grpo_lib.config import RunConfig
 from grpo_lib.distributed.process_group import Rendezvous, free_port, init_ranks
-from grpo_lib.types import PackedBatch, SenderReport, ShardedTensor, StepMetrics
+from grpo_lib.trainers.hf_checkpoint import HfFolder
+from grpo_lib.trainers.whole_model import dump_state, export_hf, restore_state, shard_report
+from grpo_lib.types import PackedBatch, SenderReport, ShardedTensor, StateKind, StepMetrics
 from grpo_lib.weight_sync.sender import EngineClient, WeightSender
 
 if TYPE_CHECKING:
     import torch
 
-    from grpo_lib.interfaces import TrainerBackend
+    from grpo_lib.interfaces import InspectableTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +97,6 @@ class TrainerRank:
     def optim_step(self) -> StepMetrics:
         return self._backend.optim_step()
 
-    def zero_grad(self) -> None:
-        self._backend.zero_grad()
-
     def logprobs(self, micro_batches: Sequence[PackedBatch], *, reference: bool = False) -> list[torch.Tensor]:
         backend = self._backend
         if reference:
@@ -112,16 +111,25 @@ class TrainerRank:
         self._backend.load(path)
 
     def export_hf(self, path: Path) -> None:
-        self._backend.export_hf(path)
+        export_hf(self._backend, path, source=self._recipe.model_path, dtype=self._recipe.config.model.dtype)
 
     def shard_report(self) -> tuple[ShardedTensor, ...]:
-        return self._backend.shard_report()
+        return shard_report(self._backend, HfFolder(self._recipe.model_path), dtype=self._recipe.config.model.dtype)
+
+    def dump_state(self, folder: Path, kinds: Sequence[StateKind]) -> None:
+        dump_state(self._backend, folder, kinds)
+
+    def restore_state(self, folder: Path) -> None:
+        restore_state(self._backend, folder)
+
+    def hidden_states(self, micro_batches: Sequence[PackedBatch]) -> list[dict[str, torch.Tensor]]:
+        return [dict(self._backend.hidden_states(batch)) for batch in micro_batches]
 
     def close(self) -> None:
         self._sender.close()
 
 
-def build_trainer(config: RunConfig, model_path: Path, rank: int, *, trainable: bool) -> TrainerBackend:
+def build_trainer(config: RunConfig, model_path: Path, rank: int, *, trainable: bool) -> InspectableTrainer:
     """The configured backend on this rank. A new backend is one more line here."""
     from grpo_lib.trainers.olmo_core import OlmoCoreTrainer
 

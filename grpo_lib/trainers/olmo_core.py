@@ -7,7 +7,7 @@ in nothing but the number of shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,18 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from grpo_lib.algo.checksum import tensor_checksum
 from grpo_lib.algo.objective import micro_batch_objective
 from grpo_lib.config import TrainerConfig
 from grpo_lib.errors import DataError, GrpoError, NonFiniteLogprobs
 from grpo_lib.interfaces import PolicyLoss
-from grpo_lib.trainers.hf_checkpoint import HfFolder, HfFolderWriter
+from grpo_lib.trainers.hf_checkpoint import HfFolder
 from grpo_lib.trainers.olmo_core_attention import JoinedDocuments
 from grpo_lib.trainers.olmo_core_checkpoint import load_checkpoint, save_checkpoint
 from grpo_lib.trainers.olmo_core_head import IGNORED_LABEL
-from grpo_lib.trainers.olmo_core_model import NameMap, build_sharded, fsdp_modules
+from grpo_lib.trainers.olmo_core_model import NameMap, build_sharded, fsdp_modules, shard_rows
 from grpo_lib.trainers.olmo_core_optim import SteppedAdamW
-from grpo_lib.types import Bucket, PackedBatch, ShardedTensor, StepMetrics, WeightEntry, WeightManifest
+from grpo_lib.trainers.whole_model import in_buckets
+from grpo_lib.types import TRAINING_STATE, Bucket, PackedBatch, StateKind, StepMetrics, WeightEntry, WeightManifest
 
 # Largest |packed - alone| log-probability of the start-up probe, nats: rounding only, kernels see other shapes.
 _PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-1}
@@ -68,15 +68,16 @@ class OlmoCoreTrainer:
         device: str = "cpu",
         trainable: bool = True,
     ) -> None:
-        self.policy_version = 0
+        self._policy_version = 0
         self._config, self._correction_cap = config, correction_cap
         self._device, self._dtype_name = torch.device(device), dtype
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._folder = HfFolder(model_path)
         self._names = NameMap(self._folder.config)
+        self._mesh = _mesh(self._device, rank, world_size)
         self._model = build_sharded(
             self._folder,
-            mesh=_mesh(self._device, rank, world_size),
+            mesh=self._mesh,
             device=self._device,
             compute_dtype=self._dtype,
             temperature=temperature,
@@ -88,6 +89,17 @@ class OlmoCoreTrainer:
         self._manifest = self._plan_manifest()
         self._optimizer = SteppedAdamW(self._model, config, total_steps=total_steps) if trainable else None
         self._check_documents_stay_apart()
+
+    @property
+    def policy_version(self) -> int:
+        """Optimiser steps applied since the base model; also the step count of AdamW's bias correction."""
+        return self._policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self._policy_version = version
+        if self._optimizer is not None:
+            self._optimizer.set_applied_steps(version)
 
     def forward_backward(
         self, micro_batches: Sequence[PackedBatch], loss: PolicyLoss, *, loss_denominator: float
@@ -124,15 +136,10 @@ class OlmoCoreTrainer:
             NonFiniteGradient: nothing is applied.
         """
         assert self._optimizer is not None, "a frozen trainer takes no steps"
-        metrics = self._optimizer.step(self.policy_version)
-        self.policy_version += 1
+        metrics = self._optimizer.step(self._policy_version)
+        self._policy_version += 1
         self._synchronize()
         return metrics
-
-    def zero_grad(self) -> None:
-        """Drop accumulated gradients."""
-        assert self._optimizer is not None, "a frozen trainer has no gradients"
-        self._optimizer.zero_grad()
 
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:
         """[B, T] float32 on CPU: log-probability of each token's successor in its document, 0 where there is none."""
@@ -152,7 +159,7 @@ class OlmoCoreTrainer:
         anything of it is yielded. A consumer may therefore stop, send or fail at any point without leaving a rank
         inside a collective or a unit unsharded.
         """
-        return self._buckets(self._config.bucket_mib << 20)
+        return in_buckets(self._gathered(), self._config.bucket_mib << 20)
 
     def save(self, path: Path) -> None:
         """Weights, optimiser, RNG and version; the schedule is a function of the version."""
@@ -168,40 +175,54 @@ class OlmoCoreTrainer:
         optimizer = self._optimizer.adamw if self._optimizer else None
         self.policy_version = load_checkpoint(path, model=self._model, optimizer=optimizer)
 
-    def export_hf(self, path: Path) -> None:
-        """Collective; rank 0 writes the folder, in the compute dtype."""
-        writer = None
-        if dist.get_rank() == 0:
-            writer = HfFolderWriter(path, source=self._folder.path, manifest=self._manifest, dtype=self._dtype_name)
-        for bucket in self.named_weights():
-            for name, tensor in bucket.tensors:
-                if writer is not None:
-                    writer.add(name, tensor)
-        if writer is not None:
-            writer.close(self._manifest)
-        dist.barrier()
+    def local_numel(self) -> dict[str, tuple[str, int]]:
+        """Hugging Face name → (own name, elements of this rank's shard)."""
+        return {
+            self._names.hf(name): (name, _shard_of(parameter).numel())
+            for name, parameter in self._model.named_parameters()
+        }
 
-    def shard_report(self) -> tuple[ShardedTensor, ...]:
-        """How each parameter is laid out, and checksums of it gathered and of the source it came from; collective.
-
-        The source is the model folder, so the checksums agree until the first optimiser step.
-        """
-        parameters = {self._names.hf(name): (name, parameter) for name, parameter in self._model.named_parameters()}
-        own = {name: _local_numel(parameter) for name, (_, parameter) in parameters.items()}
-        numels: list[dict[str, int]] = [own] * dist.get_world_size()
-        dist.all_gather_object(numels, own)
-        return tuple(
-            ShardedTensor(
-                trainer_name=parameters[name][0],
-                hf_name=name,
-                shape=tuple(tensor.shape),
-                local_numel=tuple(rank[name] for rank in numels),
-                checksum=tensor_checksum(tensor),
-                source_checksum=tensor_checksum(self._folder.tensor(name).to(self._dtype)),
-            )
-            for bucket in self.named_weights()
-            for name, tensor in bucket.tensors
+    def named_state(self, kind: StateKind) -> Iterator[Bucket]:
+        """Full fp32 tensors; see `InspectableTrainer.named_state`."""
+        tensors = {self._names.hf(name): self._state(kind, param) for name, param in self._model.named_parameters()}
+        return in_buckets(
+            ((entry.name, tensors[entry.name].full_tensor().clone()) for entry in self._manifest.entries),
+            self._config.bucket_mib << 20,
         )
+
+    @torch.no_grad()
+    def load_state(self, kind: StateKind, read: Callable[[str], torch.Tensor]) -> None:
+        """Keep this rank's rows of each full tensor; see `InspectableTrainer.load_state`."""
+        assert kind in TRAINING_STATE, kind
+        for name, parameter in self._model.named_parameters():
+            shard = self._state(kind, parameter).to_local()
+            start, stop = shard_rows(parameter.shape[0], self._mesh.size(), self._mesh.get_local_rank())
+            shard.copy_(read(self._names.hf(name))[start:stop])
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+
+    @torch.no_grad()
+    def hidden_states(self, batch: PackedBatch) -> Iterator[tuple[str, torch.Tensor]]:
+        """The residual stream [B, T, D] after the embedding and after each block; collective."""
+        seen: list[tuple[str, torch.Tensor]] = []
+
+        def keep(name: str) -> Callable[..., None]:
+            return lambda module, inputs, output: seen.append((name, output.float().cpu()))
+
+        modules = {"embedding": self._model.embeddings}
+        modules |= {f"layer {index}": block for index, block in enumerate(self._model.blocks.values())}
+        hooks = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
+        try:
+            self.logprobs(batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        is_kept = JoinedDocuments.of(batch.doc_ids, batch.position_ids).is_kept
+        is_padding = (batch.doc_ids == 0)[..., None]
+        for name, joined in seen:
+            rows = joined.new_zeros(*is_kept.shape, joined.shape[-1])
+            rows[is_kept] = joined[0]
+            yield name, rows.masked_fill_(is_padding, 0)
 
     def _forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, doc_ids: torch.Tensor, position_ids: torch.Tensor
@@ -238,16 +259,15 @@ class OlmoCoreTrainer:
         dist.all_reduce(any_failed, dist.ReduceOp.MAX)
         if not any_failed:
             return
-        self.zero_grad()
+        assert self._optimizer is not None
+        self._optimizer.zero_grad()
         failures: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(failures, failure)
         raise NonFiniteLogprobs("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text))
 
-    def _buckets(self, limit_bytes: int) -> Iterator[Bucket]:
-        """Buckets of at most `limit_bytes`, or of one larger tensor."""
+    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights in manifest order, one FSDP unit after the other."""
         planned = iter(self._manifest.entries)
-        pending: list[tuple[str, torch.Tensor]] = []
-        num_bytes = 0
         for module, names in self._units:
             for name, tensor in self._gather(module, names):
                 entry = WeightEntry(
@@ -255,13 +275,20 @@ class OlmoCoreTrainer:
                 )
                 expected = next(planned)
                 assert entry == expected, f"sending {entry}, the manifest says {expected}"
-                if pending and num_bytes + tensor.nbytes > limit_bytes:
-                    yield Bucket(tensors=tuple(pending))
-                    pending, num_bytes = [], 0
-                pending.append((name, tensor))
-                num_bytes += tensor.nbytes
+                yield name, tensor
         assert next(planned, None) is None, "the manifest lists tensors that were not sent"
-        yield Bucket(tensors=tuple(pending))
+
+    def _state(self, kind: StateKind, parameter: torch.nn.Parameter) -> DTensor:
+        """The sharded tensor of a kind."""
+        if kind is StateKind.WEIGHT:
+            tensor = parameter.detach()
+        elif kind is StateKind.GRADIENT:
+            tensor = parameter.grad
+        else:
+            assert self._optimizer is not None, "a frozen trainer has no optimiser state"
+            tensor = self._optimizer.adamw.state[parameter][kind.value]
+        assert isinstance(tensor, DTensor), f"{kind}: no gradient outside of forward_backward … optim_step"
+        return tensor
 
     def _gather(self, module: FSDPModule, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
         """Clones of one FSDP unit's own parameters, full, in the compute dtype."""
@@ -344,6 +371,6 @@ def _units(model: torch.nn.Module) -> tuple[tuple[FSDPModule, tuple[str, ...]], 
     return tuple((owners[name], tuple(names)) for name, names in owned.items() if names)
 
 
-def _local_numel(parameter: torch.nn.Parameter) -> int:
+def _shard_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     assert isinstance(parameter, DTensor)
-    return parameter.to_local().numel()
+    return parameter.to_local()

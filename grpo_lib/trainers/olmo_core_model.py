@@ -241,12 +241,12 @@ def _load(model: Transformer, folder: HfFolder, mesh: DeviceMesh) -> None:
     for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor), name
         assert parameter.placements == (Shard(0),), (name, parameter.placements)
-        start, stop = _shard_rows(parameter.shape[0], mesh.size(), mesh.get_local_rank())
+        start, stop = shard_rows(parameter.shape[0], mesh.size(), mesh.get_local_rank())
         with torch.no_grad():
             parameter.to_local().copy_(folder.rows(name, start, stop))
 
 
-def _shard_rows(num_rows: int, num_shards: int, shard: int) -> tuple[int, int]:
+def shard_rows(num_rows: int, num_shards: int, shard: int) -> tuple[int, int]:
     """Rows [start, stop) of a shard: `torch.chunk`'s split, which FSDP2 uses; the last shards may be short or empty."""
     size = -(-num_rows // num_shards)
     return min(shard * size, num_rows), min((shard + 1) * size, num_rows)

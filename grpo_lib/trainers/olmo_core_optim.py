@@ -80,6 +80,11 @@ class SteppedAdamW:
             }
         )
 
+    def set_applied_steps(self, applied_steps: int) -> None:
+        """The number of steps that AdamW's bias correction counts."""
+        for parameter in self._parameters:
+            self.adamw.state[parameter]["step"].fill_(applied_steps)
+
     def zero_grad(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
 

@@ -82,9 +82,6 @@ class Rank:
         self.policy_version += 1 if not (self.drifts and self.index == 1) else 2
         return StepMetrics(stats={"optim/grad_norm": Stat.sum(2.5), "optim/weights_moved": Stat.sum(1.0)})
 
-    def zero_grad(self) -> None:
-        self.journal.append("zero_grad")
-
     def drift(self, drifts: bool) -> None:
         self.drifts = drifts
 

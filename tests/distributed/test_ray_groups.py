@@ -181,7 +181,7 @@ def plan(*ranks: tuple[int, ...]) -> StepPlan:
 def trainer() -> Iterator[RayTrainerGroup]:
     group = ActorGroup("trainer rank", [partial(Rank, i) for i in range(2)], num_cpus=0.5)
     group.start(deadline_s=120.0, setting="deadlines.ranks_start_s")
-    trainer = RayTrainerGroup(group, deadlines=DEADLINES, has_reference=True)
+    trainer = RayTrainerGroup(group, name="test", deadlines=DEADLINES, has_reference=True)
     yield trainer
     trainer.close()
 
@@ -203,7 +203,6 @@ def test_global_metrics_are_not_added_up_and_versions_agree(trainer: RayTrainerG
     assert trainer.policy_version == before + 1
     trainer.load(Path("checkpoints/41"))
     assert trainer.policy_version == 41
-    trainer.zero_grad()
 
 
 def test_push_reports_what_rank_0_sent(trainer: RayTrainerGroup) -> None:
@@ -224,7 +223,7 @@ def test_ranks_that_drift_apart_are_noticed(trainer: RayTrainerGroup) -> None:
     finally:
         trainer._group.call("drift", False, **WAIT)
         trainer.load(Path("checkpoints/3"))
-    without = RayTrainerGroup(trainer._group, deadlines=DEADLINES, has_reference=False)
+    without = RayTrainerGroup(trainer._group, name="test", deadlines=DEADLINES, has_reference=False)
     with pytest.raises(ValueError, match="no reference policy"):
         without.logprobs(plan((1,), (2,)), reference=True)
 

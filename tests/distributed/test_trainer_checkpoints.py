@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_lib.errors import DataError, StorageError
+from grpo_lib.trainers.whole_model import export_hf
 from tests.distributed.gloo_ranks import RankPool
 from tests.distributed.trainer_cases import (
     ONE_RANK_PLAN,
@@ -197,7 +198,7 @@ def test_a_cut_off_checkpoint_is_refused(
 def train_and_export(rank: int, num_ranks: int, model: Path, folder: Path, dtype: str) -> dict[str, np.ndarray]:
     trainer = build_olmo_core(rank, num_ranks, model, dtype=dtype)
     train(trainer, rank, PLAN, 1)
-    trainer.export_hf(folder)
+    export_hf(trainer, folder, source=model, dtype=dtype)
     return score(trainer)
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_lib.trainers.hf_checkpoint import HfFolder
+from grpo_lib.trainers.whole_model import in_buckets, shard_report
 from tests.distributed.gloo_ranks import RankPool
 from tests.distributed.trainer_cases import (
     build_olmo_core,
@@ -24,10 +26,10 @@ from tests.distributed.trainer_cases import (
 
 def payload(rank: int, num_ranks: int, model: Path, dtype: str) -> list[tuple[Any, ...]]:
     trainer = build_olmo_core(rank, num_ranks, model, dtype=dtype)
-    sent = [pair for bucket in trainer._buckets(8_000) for pair in bucket.tensors]
+    sent = [pair for bucket in in_buckets(trainer._gathered(), 8_000) for pair in bucket.tensors]
     for entry, (name, tensor) in zip(trainer.manifest().entries, sent, strict=True):
         assert (entry.name, entry.shape, entry.dtype) == (name, tuple(tensor.shape), dtype)
-    sizes = [[tensor.nbytes for _, tensor in bucket.tensors] for bucket in trainer._buckets(8_000)]
+    sizes = [[tensor.nbytes for _, tensor in bucket.tensors] for bucket in in_buckets(trainer._gathered(), 8_000)]
     assert all(len(bucket) == 1 or sum(bucket) <= 8_000 for bucket in sizes)
     assert len(sizes) > 3
     return [(name, type(tensor), tensor.is_contiguous(), tensor.float().numpy()) for name, tensor in sent]
@@ -102,7 +104,7 @@ def test_leaving_a_unit_out_of_the_manifest_fails_at_construction(
 def abandon_the_payload(rank: int, num_ranks: int, model: Path) -> float:
     trainer = build_olmo_core(rank, num_ranks, model)
     before = score(trainer)
-    next(trainer._buckets(8_000))  # a sender that fails after the first bucket
+    next(in_buckets(trainer._gathered(), 8_000))  # a sender that fails after the first bucket
     return largest_difference(score(trainer), before)
 
 
@@ -112,10 +114,11 @@ def test_an_abandoned_payload_leaves_the_trainer_usable(two_ranks: RankPool, tin
 
 def shard_reports(rank: int, num_ranks: int, model: Path) -> tuple[Any, Any]:
     trainer = build_olmo_core(rank, num_ranks, model)
-    intact = trainer.shard_report()
+    source = HfFolder(model)
+    intact = shard_report(trainer, source, dtype="float32")
     with torch.no_grad():
         trainer._model.lm_head.norm.weight.to_local()[0] += 2.0**-20  # one element of each rank's shard
-    return intact, trainer.shard_report()
+    return intact, shard_report(trainer, source, dtype="float32")
 
 
 def test_shard_report_shows_the_layout_and_any_changed_bit(two_ranks: RankPool, tiny_models: dict[str, Path]) -> None:

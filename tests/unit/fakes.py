@@ -186,8 +186,6 @@ class FakeTrainer:
         self.version += 1
         return StepMetrics(stats={"optim/weights_moved": Stat.mean(1.0, 1.0)})
 
-    def zero_grad(self) -> None: ...
-
     def logprobs(self, plan: StepPlan, *, reference: bool = False):
         self.journal.append("reference" if reference else "logprobs")
         return tuple(tuple(batch.rollout_logprobs - 0.5 for batch in rank) for rank in plan.micro_batches)

@@ -20,7 +20,7 @@ from grpo_lib.trainers.olmo_core_attention import (
     JoinedDocuments,
     use_document_attention,
 )
-from grpo_lib.trainers.olmo_core_model import NameMap, _shard_rows, transformer_config
+from grpo_lib.trainers.olmo_core_model import NameMap, shard_rows, transformer_config
 from grpo_lib.trainers.olmo_core_optim import SteppedAdamW
 
 SIZES = {
@@ -96,9 +96,9 @@ def test_unsupported_models_are_refused_by_setting(change: dict[str, Any], messa
 
 
 @pytest.mark.parametrize(("num_rows", "num_shards"), [(264, 2), (5, 2), (7, 4), (3, 8)])
-def test_shard_rows_are_torch_chunk(num_rows: int, num_shards: int) -> None:
+def testshard_rows_are_torch_chunk(num_rows: int, num_shards: int) -> None:
     rows = torch.arange(num_rows)
-    shards = [rows[slice(*_shard_rows(num_rows, num_shards, shard))] for shard in range(num_shards)]
+    shards = [rows[slice(*shard_rows(num_rows, num_shards, shard))] for shard in range(num_shards)]
     chunks = list(rows.chunk(num_shards)) + [rows[:0]] * (num_shards - len(rows.chunk(num_shards)))
     assert all(torch.equal(shard, chunk) for shard, chunk in zip(shards, chunks, strict=True))
 
