@@ -139,13 +139,18 @@ def train_step(config: RunConfig, trainer: TrainerGroup, plan: StepPlan, timer: 
         MismatchError: the correction leaves out more than `algorithm.max_masked_share` of the tokens.
     """
     with timer.span("forward_backward"):
-        if trainer.has_reference:
-            plan = _with_reference(plan, trainer)
-        trained = trainer.forward_backward(plan, loss_denominator=loss_denominator(config, plan))
+        trained = forward_backward(config, trainer, plan)
     _check_masked_share(config, trained)
     with timer.span("optim"):
         stepped = trainer.optim_step()
     return StepMetrics.merged([trained, stepped])
+
+
+def forward_backward(config: RunConfig, trainer: TrainerGroup, plan: StepPlan) -> StepMetrics:
+    """Gradients of the whole plan; the frozen reference scores it first where there is one."""
+    if trainer.has_reference:
+        plan = _with_reference(plan, trainer)
+    return trainer.forward_backward(plan, loss_denominator=loss_denominator(config, plan))
 
 
 def trainable_samples(config: RunConfig, rollouts: StepRollouts) -> list[TrainingSample]:
