@@ -10,9 +10,9 @@ deviation) do not follow one odd night. The doubling is what another order of su
 identical nights have a MAD of 0. Values below the rounding of fp32 count as that rounding.
 
 With fewer than 5 nights there is no band. The simulation in tests/unit/test_parity_history.py bounds the false alarms
-per value: below 1 in 1000 where nights scatter by 20 %; where they scatter by 50 %, 1 in 300 with 14 nights and 1 in 40
-with 5. A lasting rise is flagged until it is the median, that is for about half of `parity.history_nights` nights; a slow
-one may stay inside a band that moves along, and is then left to the tolerance.
+per value: below 1 in 1000 where nights scatter by 20 %; where they scatter by 50 %, 1 in 300 with 14 nights and 1 in
+40 with 5. A lasting rise is flagged until it is the median, that is for about half of `parity.history_nights` nights; a
+slow one may stay inside a band that moves along, and is then left to the tolerance.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from grpo_lib.data.models import resolve_model_path
 from grpo_lib.data.order import PromptStream
 from grpo_lib.data.prompts import Split
 from grpo_lib.data.store import read_prompts
-from grpo_lib.interfaces import Tracker
+from grpo_lib.interfaces import Tracker, VerifierPool
 from grpo_lib.loop import StepRecord
 from grpo_lib.pipeline import RolloutPipeline
 from grpo_lib.stages.live import LiveRun, live_run
@@ -48,6 +48,7 @@ def run(
     run_id: str,
     on_step: Callable[[StepRecord], None] | None = None,
     from_shards: bool = True,
+    after: Callable[[LiveRun, VerifierPool], None] | None = None,
 ) -> TrainingResult:
     """Train from the sharded base model to `loop.steps` and export the result.
 
@@ -57,6 +58,8 @@ def run(
         run_id: Names the wandb run.
         on_step: Told of every finished step.
         from_shards: Start from `shard_model`'s checkpoint; else straight from the model folder.
+        after: Called once with the live parts when all steps are done and the export is written. The engines hold the
+            last version.
     """
     entered = time.perf_counter()
     clear(*paths.of_fit)
@@ -94,6 +97,8 @@ def run(
         )
         live.trainer.export_hf(paths.export)
         version = live.trainer.policy_version
+        if after is not None:
+            after(live, verifiers)
     return _result(paths, steps=state.steps_done, policy_version=version, start_s=step_starts[0] - entered)
 
 
