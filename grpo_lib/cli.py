@@ -1,6 +1,7 @@
-"""`grpo`: what can be asked of a configuration and a machine without starting a run. No torch, Ray or vLLM.
+"""`grpo`: what can be asked of a configuration, a machine and stored runs. Torch, Ray and vLLM load when needed.
 
 Exit codes: 0 fine, 1 the machine falls short, 2 the command or the configuration is wrong.
+`grpo parity`: 0 PASS, 1 FAIL, 3 INCONCLUSIVE, 2 no verdict.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from grpo_lib import cli_parity
 from grpo_lib.config import RunConfig, config_hash, flat, resolve, settings
 from grpo_lib.data.models import inspect_model, resolve_model_path
 from grpo_lib.derived import Derived, derive, gib, model_problems
@@ -59,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add("preflight", _preflight, "Check whether this machine can hold the run.", run)
     add("doctor", _doctor, "Report packages, processor, devices and leftovers of this environment.")
     add("config-docs", _config_docs, "Print docs/configuration.md, generated from the settings' descriptions.")
+    cli_parity.register(commands)
     return parser
 
 

@@ -339,8 +339,27 @@ def resolve(
     base = flat(RECIPES.get(recipe, default_recipe)())
     flags = {"trainer.backend": ("--trainer", trainer), "seed": ("--seed", seed)}
     given = _read_overrides(overrides, {key: flag for key, flag in flags.items() if flag[1] is not None}, problems)
+    return _settled(base, given, problems, more_rules)
+
+
+def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """A configuration with single settings changed, written and judged as in `resolve`.
+
+    Raises:
+        ConfigError: every problem at once.
+    """
+    problems: list[str] = []
+    return _settled(flat(config), _read_overrides(overrides, {}, problems), problems, lambda _: ())
+
+
+def _settled(
+    base: Mapping[str, Any],
+    given: Mapping[str, Any],
+    problems: Sequence[str],
+    more_rules: Callable[[RunConfig], Sequence[str]],
+) -> RunConfig:
     config, invalid = _build(base, given)
-    problems += invalid.values()
+    problems = [*problems, *invalid.values()]
     messages = [message for rule in RULES if (message := rule(config)) is not None]
     # A rule that involves an invalid value would be judging the recipe's value that stands in for it.
     problems += [m for m in (*messages, *more_rules(config)) if not any(f"{key} (" in m for key in invalid)]
