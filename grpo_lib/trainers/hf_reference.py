@@ -1,7 +1,7 @@
 """The independent reference of parity bisect: a plain Hugging Face model that can make a named mistake on purpose.
 
-Attention is eager under an explicit mask, position ids are given, and every row runs by itself: nothing is shared with
-a trainer or an engine, and nothing depends on how transformers guesses at packed rows.
+Attention is eager under an explicit mask and position ids are given: nothing is shared with a trainer or an engine, and
+nothing depends on how transformers recognises packed rows.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from grpo_lib.algo.faults import Fault, faulty_batch, visible_tokens
 from grpo_lib.interfaces import PolicyLoss
 from grpo_lib.types import PackedBatch
+
+_MASK_ELEMENTS = 1 << 24  # of one forward; bounds mask and attention scores per head
 
 WeightReader = Callable[[str], torch.Tensor]  # Hugging Face name → full tensor
 
@@ -54,7 +56,7 @@ class HfReference:
         """[B, T] float32: log-probability of each label; rows joined to one where the fault joins them."""
         self._hold(fault)
         batch = faulty_batch(batch, fault)
-        return torch.cat([self._row_logprobs(batch, row, fault) for row in range(batch.num_rows)])
+        return self._logprobs(batch, fault)
 
     @torch.no_grad()
     def hidden_states(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
@@ -74,8 +76,8 @@ class HfReference:
 
         hooks = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
         try:
-            for row in range(batch.num_rows):
-                self._row_logits(batch, row, Fault())
+            for _ in self._forward(batch, Fault()):
+                pass
         finally:
             for hook in hooks:
                 hook.remove()
@@ -89,8 +91,7 @@ class HfReference:
         self._hold(Fault())
         self._model.zero_grad(set_to_none=True)
         for batch in batches:
-            logprobs = torch.cat([self._row_logprobs(batch, row, Fault()) for row in range(batch.num_rows)])
-            value, _ = loss(logprobs, batch, loss_denominator)
+            value, _ = loss(self._logprobs(batch, Fault()), batch, loss_denominator)
             value.backward()
         gradients = {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -99,26 +100,30 @@ class HfReference:
         self._model.zero_grad(set_to_none=True)
         return gradients
 
-    def _row_logprobs(self, batch: PackedBatch, row: int, fault: Fault) -> torch.Tensor:
+    def _logprobs(self, batch: PackedBatch, fault: Fault) -> torch.Tensor:
+        """[B, T] float32 of a batch that the fault has rewritten already."""
         temperature = self.temperature if fault.temperature is None else fault.temperature
-        log_softmax = (self._row_logits(batch, row, fault).float() / temperature).log_softmax(-1)
-        return log_softmax.gather(-1, batch.labels[row : row + 1, :, None])[..., 0]
+        rows = []
+        for chunk, logits in self._forward(batch, fault):
+            log_softmax = (logits.float() / temperature).log_softmax(-1)
+            rows.append(log_softmax.gather(-1, batch.labels[chunk, :, None])[..., 0])
+        return torch.cat(rows)
 
-    def _row_logits(self, batch: PackedBatch, row: int, fault: Fault) -> torch.Tensor:
-        """[1, T, V]. The mask is additive: eager attention takes a boolean one for numbers."""
-        one = slice(row, row + 1)
-        visible = visible_tokens(batch, fault.sight)[one, None] if batch.num_rows == 1 else None
-        if visible is None:
-            single = _row_of(batch, row)
-            visible = visible_tokens(single, fault.sight)[:, None]
-        dtype = self._model.dtype
-        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
-        return self._model(
-            input_ids=batch.input_ids[one],
-            attention_mask=mask,
-            position_ids=batch.position_ids[one],
-            use_cache=False,
-        ).logits
+    def _forward(self, batch: PackedBatch, fault: Fault) -> Iterator[tuple[slice, torch.Tensor]]:
+        """(rows, their logits [b, T, V]). The mask is additive: eager attention takes a boolean one for numbers."""
+        rows_at_once = max(1, _MASK_ELEMENTS // batch.input_ids.shape[1] ** 2)
+        for start in range(0, batch.num_rows, rows_at_once):
+            chunk = slice(start, start + rows_at_once)
+            visible = visible_tokens(batch.doc_ids[chunk], fault.sight)[:, None]
+            dtype = self._model.dtype
+            mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
+            output = self._model(
+                input_ids=batch.input_ids[chunk],
+                attention_mask=mask,
+                position_ids=batch.position_ids[chunk],
+                use_cache=False,
+            )
+            yield chunk, output.logits
 
     @torch.no_grad()
     def _hold(self, fault: Fault) -> None:
@@ -126,10 +131,11 @@ class HfReference:
         wanted = (fault.version, fault.tensors, fault.bf16_weights)
         if wanted == self._held:
             return
-        if fault.version is not None and fault.version not in self._weights:
-            raise ValueError(f"weights of version {fault.version} are not stored; stored are {list(self.versions)}")
+        other = self.version if fault.version is None else fault.version
+        if other not in self._weights:
+            raise ValueError(f"weights of version {other} are not stored; stored are {list(self.versions)}")
         for name, parameter in self._parameters.items():
-            is_other = fault.version is not None and (not fault.tensors or name in fault.tensors)
-            tensor = self._weights[fault.version if is_other else self.version](name)  # pyright: ignore
+            is_other = not fault.tensors or name in fault.tensors
+            tensor = self._weights[other if is_other else self.version](name)
             parameter.copy_(tensor.bfloat16() if fault.bf16_weights else tensor)
         self._held = wanted
