@@ -59,7 +59,7 @@ def decide(value: float, tolerance: float, *, num_observations: int, needed: int
     return ParityVerdict.PASS if num_observations >= needed else ParityVerdict.INCONCLUSIVE
 
 
-def _check(
+def check(
     name: str, value: float, tolerance: float, *, num_observations: int, needed: int, evidence: str
 ) -> ParityCheck:
     verdict = decide(value, tolerance, num_observations=num_observations, needed=needed)
@@ -78,7 +78,7 @@ def _check(
 def pair_checks(pairs: Sequence[PairStatistics], config: ParityConfig) -> list[ParityCheck]:
     """Distances of every pair, and the engine against itself."""
     checks = [
-        _check(
+        check(
             f"{pair.name_a} vs {pair.name_b}: {rule.label} |dlogprob|",
             math.nan if pair.nan_count else rule.statistic(pair),
             rule.tolerance(config),
@@ -93,7 +93,7 @@ def pair_checks(pairs: Sequence[PairStatistics], config: ParityConfig) -> list[P
     ]
     own = next((pair for pair in pairs if _is_self(pair)), None)
     checks.append(
-        _check(
+        check(
             f"{ENGINE_DECODE} vs {ENGINE_SCORE}: max |dlogprob|",
             math.nan if own is None or own.nan_count else own.max_abs,
             config.decode_score_max_abs,
@@ -113,7 +113,7 @@ def nan_check(pairs: Sequence[PairStatistics]) -> ParityCheck:
     """No scorer may give a NaN or infinite log-probability to a token that was sampled."""
     count = sum(pair.nan_count for pair in pairs)
     tokens = sum(pair.num_tokens for pair in pairs)
-    return _check(
+    return check(
         "non-finite log-probabilities",
         count,
         0.0,
@@ -139,7 +139,7 @@ def clip_checks(pairs: Sequence[PairStatistics], rows: Sequence[MetricRow], conf
 
 def _clip_check(name: str, count: int, tokens: int, config: ParityConfig) -> ParityCheck:
     low, high = poisson_interval(count, tokens)
-    return _check(
+    return check(
         name,
         count,
         0.0,
@@ -151,13 +151,13 @@ def _clip_check(name: str, count: int, tokens: int, config: ParityConfig) -> Par
 
 def shard_check(plan: ShardPlan) -> ParityCheck:
     """The sharded checkpoint, gathered again, has the source's bits."""
-    return _check(
+    return check(
         "sharded checkpoint",
         len(plan.mismatched),
         0.0,
         num_observations=len(plan.tensors),
         needed=1,
-        evidence=f"{len(plan.tensors)} tensors on {plan.num_ranks} ranks; differing: {_listed(plan.mismatched)}",
+        evidence=f"{len(plan.tensors)} tensors on {plan.num_ranks} ranks; differing: {listed(plan.mismatched)}",
     )
 
 
@@ -170,7 +170,7 @@ def sync_check(certificates: Sequence[SyncCertificate], rows: Sequence[MetricRow
     }
     skipped = sorted(reached - {certificate.policy_version for certificate in certificates})
     canaries = [certificate.canary for certificate in certificates if certificate.canary is not None]
-    return _check(
+    return check(
         "weight sync",
         len(bad) + len(skipped),
         0.0,
@@ -178,8 +178,8 @@ def sync_check(certificates: Sequence[SyncCertificate], rows: Sequence[MetricRow
         needed=1,
         evidence=(
             f"{len(certificates)} pushes, {len(canaries)} decode canaries (largest difference "
-            f"{max((canary.max_abs for canary in canaries), default=math.nan):.2g}); not ok: {_listed(bad)}; "
-            f"versions without a push: {_listed([f'v{version}' for version in skipped])}"
+            f"{max((canary.max_abs for canary in canaries), default=math.nan):.2g}); not ok: {listed(bad)}; "
+            f"versions without a push: {listed([f'v{version}' for version in skipped])}"
         ),
     )
 
@@ -197,13 +197,13 @@ def learning_check(rows: Sequence[MetricRow]) -> ParityCheck:
             broken.append(f"step {row['step']} went from version {version} to {row['policy_version']}")
         version = row["policy_version"]
     applied_steps = len(_applied(rows))
-    return _check(
+    return check(
         "one optimiser step per step",
         len(broken),
         0.0,
         num_observations=applied_steps,
         needed=1,
-        evidence=_listed(broken) if broken else f"{applied_steps:,} of {len(rows):,} steps applied, all moved weights",
+        evidence=listed(broken) if broken else f"{applied_steps:,} of {len(rows):,} steps applied, all moved weights",
     )
 
 
@@ -227,14 +227,14 @@ def schedule_check(rows: Sequence[MetricRow], config: TrainerConfig) -> ParityCh
         if not fits:
             broken.append(f"{rate:.4g} in step {row['step']}")
         previous = rate
-    return _check(
+    return check(
         "learning rate is the configured one",
         len(broken),
         0.0,
         num_observations=len(_applied(rows)),
         needed=1,
         evidence=f"{config.lr_scheduler} at {config.learning_rate:g}, {config.warmup_steps} warm-up steps; "
-        f"off: {_listed(broken)}",
+        f"off: {listed(broken)}",
     )
 
 
@@ -243,7 +243,7 @@ def time_check(rows: Sequence[MetricRow]) -> ParityCheck:
     step_s = sum(row["time/step_s"] for row in rows)
     claimed_s = sum(row[f"time/{span}_s"] for row in rows for span in SPANS)
     worst = max(rows, key=lambda row: row["time/other_s"], default=None)
-    return _check(
+    return check(
         "time adds up",
         abs(step_s - claimed_s) / step_s if step_s else math.nan,
         UNCLAIMED_TIME,
@@ -263,13 +263,13 @@ def finite_check(rows: Sequence[MetricRow]) -> ParityCheck:
         for name, value in row.items()
         if value is None or (isinstance(value, float) and not math.isfinite(value))
     ]
-    return _check(
+    return check(
         "finite metrics",
         len(bad),
         0.0,
         num_observations=len(applied),
         needed=1,
-        evidence=_listed(bad) if bad else f"{sum(len(row) for row in applied):,} values of {len(applied):,} steps",
+        evidence=listed(bad) if bad else f"{sum(len(row) for row in applied):,} values of {len(applied):,} steps",
     )
 
 
@@ -279,7 +279,7 @@ def evaluation_check(evaluation: Mapping[str, Any]) -> ParityCheck:
     accuracy = after["sampled_pass_at_1"]["value"]
     judged = after["num_samples"] - after["failed_verdicts"]
     before = evaluation["before"]["sampled_pass_at_1"]["value"]
-    return _check(
+    return check(
         "evaluation above zero",
         math.nan if accuracy is None else float(accuracy == 0),
         0.0,
@@ -297,6 +297,6 @@ def _number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.3f}"
 
 
-def _listed(names: Sequence[str], most: int = 4) -> str:
+def listed(names: Sequence[str], most: int = 4) -> str:
     shown = ", ".join(names[:most]) or "none"
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
