@@ -138,7 +138,7 @@ def _take(batch: ReplayBatch, a: _Side, b: _Side, *, start: Path, read: StateRea
         moved_a=metrics_a["optim/weights_moved"] > 0 and update.whole.norm_a > 0,
         moved_b=metrics_b["optim/weights_moved"] > 0 and update.whole.norm_b > 0,
         gradient=gradient,
-        weight=_distance(a.folder, b.folder, StateKind.WEIGHT, read),
+        weight=weight_distance(a.folder, b.folder, read),
         update=update,
         bf16_share_a=_bf16_share(a.folder, start, read),
         bf16_share_b=_bf16_share(b.folder, start, read),
@@ -165,6 +165,11 @@ def _optim_step(side: _Side) -> Mapping[str, float]:
     metrics = side.trainer.optim_step()
     side.trainer.dump_state(side.folder, [StateKind.WEIGHT])
     return metrics.values()
+
+
+def weight_distance(a: Path, b: Path, read: StateReader) -> StateDistance:
+    """Distance of the weights that two folders hold."""
+    return _distance(a, b, StateKind.WEIGHT, read)
 
 
 def _distance(a: Path, b: Path, kind: StateKind, read: StateReader) -> StateDistance:

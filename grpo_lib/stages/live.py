@@ -101,6 +101,22 @@ def live_trainer(
 
 
 @contextmanager
+def live_trainers(configs: Sequence[RunConfig], *, model_path: Path) -> Iterator[tuple[RayTrainerGroup, ...]]:
+    """Several trainers side by side in one cluster, all from the base model: one for each configuration.
+
+    Args:
+        configs: Alike in `runtime` and `deadlines`, of which the first one's hold for the cluster.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(local_cluster(configs[0].runtime, demands=[_rank_demand(config) for config in configs]))
+        groups = [stack.enter_context(_launched(_rank_group(config, model_path, None))) for config in configs]
+        setups = [_begin_setup(group, config) for group, config in zip(groups, configs, strict=True)]
+        for setup, config in zip(setups, configs, strict=True):
+            setup.wait(deadline_s=config.deadlines.ranks_start_s, setting=_RANKS_START)
+        yield tuple(_trainer(group, config) for group, config in zip(groups, configs, strict=True))
+
+
+@contextmanager
 def live_engines(config: RunConfig, *, model_path: Path, policy_version: int) -> Iterator[EngineGroup]:
     """Engines alone, holding the folder's weights under `policy_version`."""
     with (
@@ -123,8 +139,13 @@ def _launched(group: ActorGroup) -> Iterator[ActorGroup]:
 def _rank_demand(config: RunConfig) -> ResourceDemand:
     runtime = config.runtime
     return ResourceDemand(
-        name="trainer rank", count=config.trainer.num_ranks, cpus=runtime.cpus_per_rank, gpus=runtime.gpus_per_rank
+        name=_rank_name(config), count=config.trainer.num_ranks, cpus=runtime.cpus_per_rank, gpus=runtime.gpus_per_rank
     )
+
+
+def _rank_name(config: RunConfig) -> str:
+    """How messages call a rank; the backend tells two trainers in one cluster apart."""
+    return f"{config.trainer.backend} trainer rank"
 
 
 def _engine_demand(config: RunConfig) -> ResourceDemand:
@@ -136,7 +157,7 @@ def _engine_demand(config: RunConfig) -> ResourceDemand:
 
 def _rank_group(config: RunConfig, model_path: Path, checkpoint: Path | None) -> ActorGroup:
     return ActorGroup(
-        "trainer rank",
+        _rank_name(config),
         [
             TrainerRankFactory(config=config, model_path=model_path, rank=rank, checkpoint=checkpoint)
             for rank in range(config.trainer.num_ranks)

@@ -10,6 +10,7 @@ import numpy as np
 
 from grpo_lib.algo.packing import plan_step, unpack_tokens
 from grpo_lib.config import TrainerConfig
+from grpo_lib.errors import DataError
 from grpo_lib.interfaces import TrainerGroup
 from grpo_lib.types import FinishReason, RolloutGroup, TrainingSample
 
@@ -45,6 +46,28 @@ class ScoredByTrainer:
 
     def score(self, groups: Sequence[RolloutGroup]) -> Mapping[str, np.ndarray]:
         return score_packed(self.trainer, stored_documents(groups), self.config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredBefore:
+    """What a scorer gave in another process."""
+
+    name: str
+    scores: Mapping[str, np.ndarray]  # sample id → [R]
+
+    def score(self, groups: Sequence[RolloutGroup]) -> Mapping[str, np.ndarray]:
+        """In the order of the stored documents.
+
+        Raises:
+            DataError: it scored other samples.
+        """
+        ids = stored_documents(groups)
+        if only := sorted(ids.keys() ^ self.scores.keys()):
+            raise DataError(
+                f"{self.name} scored {len(self.scores)} samples, {len(ids)} are stored; {len(only)} are on one side "
+                f"only, first {only[0]}: these scores are of other rollouts, measure again"
+            )
+        return {sample_id: self.scores[sample_id] for sample_id in ids}
 
 
 def stored_documents(groups: Sequence[RolloutGroup]) -> dict[str, tuple[tuple[int, ...], np.ndarray]]:

@@ -1,0 +1,194 @@
+"""Free-running replay: a trainer takes the stored steps one after the other, carrying its own weights along.
+
+Training amplifies rounding, so two correct trainers part, and by how much depends on model, data and learning rate.
+The yardstick is therefore measured in place: the same backend against itself, with the same samples in another number
+of micro-batches. That changes the order of sums and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+
+from grpo_lib import loop
+from grpo_lib.algo.packing import plan_step
+from grpo_lib.config import RunConfig
+from grpo_lib.interfaces import ReplayTrainer
+from grpo_lib.parity.distances import StateDistance
+from grpo_lib.parity.probe import PairStatistics, compare
+from grpo_lib.parity.replay import StateReader, score_plan, weight_distance
+from grpo_lib.parity.replay_inputs import ReplayBatch, plan_digest
+from grpo_lib.types import StateKind, StepPlan
+
+
+class Split(StrEnum):
+    """How a step is cut into micro-batches."""
+
+    CONFIGURED = "configured"
+    OTHER = "other"  # into another number of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrajectoryStep:
+    """One step of one trainer on its own way."""
+
+    step: int
+    policy_version: int  # before the step
+    version_after: int
+    inputs: str  # sha256 of the documents
+    num_micro_batches: int  # of each rank
+    logprobs: Mapping[str, np.ndarray]  # sample id → [R] float32, before the step
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    moved: bool
+    weights: Path  # folder of the dump after the step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """All trained steps of one trainer, from the state that it held at the start."""
+
+    name: str
+    split: Split
+    steps: tuple[TrajectoryStep, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeStep:
+    """The same step of two trajectories; b is the reference."""
+
+    step: int
+    name_a: str
+    name_b: str
+    inputs_a: str
+    inputs_b: str
+    pair: PairStatistics  # log-probabilities of the response tokens before the step
+    loss_a: float
+    loss_b: float
+    grad_norm_a: float
+    grad_norm_b: float
+    learning_rate_a: float
+    learning_rate_b: float
+    policy_version: int  # before the step, b's
+    version_after_a: int
+    version_after_b: int
+    moved_a: bool
+    moved_b: bool
+    weight: StateDistance  # after the step
+
+
+def free_running(
+    trainer: ReplayTrainer,
+    steps: Sequence[ReplayBatch],
+    *,
+    config: RunConfig,
+    folder: Path,
+    split: Split = Split.CONFIGURED,
+) -> Trajectory:
+    """Train on the stored steps from whatever state the trainer holds.
+
+    The weights after every step are kept in `folder`, so that trajectories can be compared of trainers that did not run
+    at the same time: steps × parameters × 4 bytes. A step without trainable tokens is not applied and has no entry.
+
+    Args:
+        folder: Existing folder that the driver and all ranks see.
+        split: `OTHER` gives the yardstick.
+
+    Raises:
+        ValueError: a step cannot be cut into another number of micro-batches.
+    """
+    taken = []
+    for batch in steps:
+        plan = loop.plan_rollouts(config, trainer.num_ranks, batch.rollouts)
+        if plan is None:
+            continue
+        if split is Split.OTHER:
+            plan = other_split(config, batch, plan)
+        taken.append(_take(trainer, batch.step, plan, config, folder / f"step-{batch.step:06d}"))
+    return Trajectory(name=trainer.name, split=split, steps=tuple(taken))
+
+
+def _take(trainer: ReplayTrainer, step: int, plan: StepPlan, config: RunConfig, weights: Path) -> TrajectoryStep:
+    version = trainer.policy_version
+    logprobs = score_plan(trainer, plan)
+    trained = loop.forward_backward(config, trainer, plan).values()
+    stepped = trainer.optim_step().values()
+    trainer.dump_state(weights, [StateKind.WEIGHT])
+    return TrajectoryStep(
+        step=step,
+        policy_version=version,
+        version_after=trainer.policy_version,
+        inputs=plan_digest(plan),
+        num_micro_batches=len(plan.micro_batches[0]),
+        logprobs=logprobs,
+        loss=trained["loss/policy"],
+        grad_norm=stepped["optim/grad_norm"],
+        learning_rate=stepped["optim/lr"],
+        moved=stepped["optim/weights_moved"] > 0,
+        weights=weights,
+    )
+
+
+def other_split(config: RunConfig, batch: ReplayBatch, plan: StepPlan) -> StepPlan:
+    """The same samples in about twice as many micro-batches, or in half as many where each is a single pack already.
+
+    Raises:
+        ValueError: a rank has one pack in all, so there is only one way to cut it.
+    """
+    num_micro_batches, width = len(plan.micro_batches[0]), plan.micro_batches[0][0].num_rows
+    other = plan_step(
+        loop.trainable_samples(config, batch.rollouts),
+        num_ranks=len(plan.micro_batches),
+        pack_length=config.trainer.pack_length,
+        micro_batch_packs=-(-width // 2) if width > 1 else 2,
+    )
+    if len(other.micro_batches[0]) == num_micro_batches:
+        raise ValueError(
+            f"step {batch.step} gives each of {len(plan.micro_batches)} ranks one pack of trainer.pack_length "
+            f"({config.trainer.pack_length}) tokens: there is no other split to measure the noise floor with; replay "
+            "with a smaller trainer.pack_length or fewer trainer.num_ranks, or steps with more rollouts"
+        )
+    return other
+
+
+def compare_trajectories(a: Trajectory, b: Trajectory, *, cap: float, read: StateReader) -> tuple[FreeStep, ...]:
+    """Step by step, with b as the reference.
+
+    Args:
+        cap: Ratio above which the clip counts count.
+        read: Opens the dumped weights.
+
+    Raises:
+        ValueError: the two did not take the same steps on the same samples.
+    """
+    steps_a, steps_b = ([step.step for step in trajectory.steps] for trajectory in (a, b))
+    if steps_a != steps_b:
+        raise ValueError(f"{a.name} took the steps {steps_a} and {b.name} {steps_b}; replay the same ones with both")
+    return tuple(
+        FreeStep(
+            step=of_a.step,
+            name_a=a.name,
+            name_b=b.name,
+            inputs_a=of_a.inputs,
+            inputs_b=of_b.inputs,
+            pair=compare(a.name, of_a.logprobs, b.name, of_b.logprobs, cap=cap),
+            loss_a=of_a.loss,
+            loss_b=of_b.loss,
+            grad_norm_a=of_a.grad_norm,
+            grad_norm_b=of_b.grad_norm,
+            learning_rate_a=of_a.learning_rate,
+            learning_rate_b=of_b.learning_rate,
+            policy_version=of_b.policy_version,
+            version_after_a=of_a.version_after,
+            version_after_b=of_b.version_after,
+            moved_a=of_a.moved,
+            moved_b=of_b.moved,
+            weight=weight_distance(of_a.weights, of_b.weights, read),
+        )
+        for of_a, of_b in zip(a.steps, b.steps, strict=True)
+    )

@@ -1,0 +1,115 @@
+"""Probe of a run's stored samples: engine, trainers and a plain forward score the same tokens under the same weights.
+
+`run` does it all. A flow that gives each trainer a process of its own calls the pieces:
+
+    measure(run, scorer=…, folder=…)  once per scorer      leaves its scores in a store under `folder`
+    judge(run, measurements)                               starts nothing
+
+The samples are those that `evaluate` drew from the trained policy, the weights the exported ones. A trainer of any
+backend loads the exported folder as if it were a base model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from grpo_lib.config import RunConfig
+from grpo_lib.errors import DataError
+from grpo_lib.parity.probe import ENGINE_SCORE, Scorer, StoredLogprobs, probe
+from grpo_lib.parity.report import probe_report, to_dict
+from grpo_lib.stages.live import live_engines, live_trainer
+from grpo_lib.stages.parity_replay import with_backend
+from grpo_lib.stages.scorers import ScoredBefore, ScoredBySequence, ScoredByTrainer
+from grpo_lib.stages.stored_run import StoredRun
+from grpo_lib.storage.local import LocalStore
+from grpo_lib.storage.refs import StoreRef
+from grpo_lib.storage.scores import read_scores, write_scores
+from grpo_lib.trainers.hf_scorer import HfScorer
+
+PLAIN = "hf"  # Hugging Face's forward of each document alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerMeasurement:
+    """Where one scorer's log-probabilities lie; small and picklable."""
+
+    scorer: str
+    scores: dict[str, Any]  # store reference
+    store: str  # folder of the store
+
+
+def run(run: StoredRun, *, trainers: Sequence[str]) -> dict[str, Any]:
+    """Score with the engine, each trainer and a plain forward, and judge; nothing is raised for a FAIL.
+
+    Args:
+        trainers: Backends, any number.
+
+    Returns:
+        `parity.report.to_dict` of the report.
+    """
+    stored = run.engine_scores_ref()
+    engine = [] if stored is None else [
+        ScorerMeasurement(scorer=ENGINE_SCORE, scores=stored.to_dict(), store=str(run.paths.store))
+    ]
+    scorers = [*trainers, PLAIN] if engine or not can_score(run.config) else [ENGINE_SCORE, *trainers, PLAIN]
+    with TemporaryDirectory(prefix="probe-") as folder:
+        return judge(run, [*engine, *(measure(run, scorer=scorer, folder=Path(folder)) for scorer in scorers)])
+
+
+def can_score(config: RunConfig) -> bool:
+    """Whether the engine can score a finished sequence as it samples: its prefill ignores the temperature."""
+    return config.rollout.temperature == 1
+
+
+def measure(run: StoredRun, *, scorer: str, folder: Path) -> ScorerMeasurement:
+    """Scores of the run's probe rollouts by one scorer, which lives only as long as this call.
+
+    Args:
+        scorer: A trainer backend, `ENGINE_SCORE` or `PLAIN`.
+        folder: Of the store that keeps the scores.
+
+    Raises:
+        DataError: the run has no exported model or no probe rollouts.
+    """
+    config, export, groups = run.config, run.paths.export, run.probe_rollouts().groups
+    if not export.is_dir():
+        raise DataError(f"run {run.reference}: {export} is missing; the step fit writes it at its end")
+    if scorer == PLAIN:
+        plain = HfScorer(export, dtype=config.model.dtype, temperature=config.rollout.temperature)
+        scores = ScoredBySequence(name=scorer, scorer=plain).score(groups)
+    elif scorer == ENGINE_SCORE:
+        with live_engines(config, model_path=export, policy_version=run.policy_version) as engines:
+            scores = ScoredBySequence(name=scorer, scorer=engines).score(groups)
+    else:
+        changed = with_backend(config, scorer)
+        with live_trainer(changed, model_path=export) as (trainer, _):
+            scores = ScoredByTrainer(name=scorer, trainer=trainer, config=changed.trainer).score(groups)
+    return ScorerMeasurement(
+        scorer=scorer, scores=write_scores(LocalStore(folder), scores).to_dict(), store=str(folder)
+    )
+
+
+def judge(run: StoredRun, measurements: Sequence[ScorerMeasurement]) -> dict[str, Any]:
+    """One report over every pair of scorers, the engine's own log-probabilities as stored among them.
+
+    Args:
+        measurements: In any number and order; of two scorers the earlier one is the reference.
+
+    Returns:
+        `parity.report.to_dict` of the report.
+    """
+    scorers: list[Scorer] = [StoredLogprobs()]
+    for one in measurements:
+        scores = read_scores(LocalStore(Path(one.store)), StoreRef.from_dict(one.scores))
+        scorers.append(ScoredBefore(name=one.scorer, scores=scores))
+    pairs = probe(
+        run.probe_rollouts().groups,
+        scorers,
+        policy_version=run.policy_version,
+        cap=run.config.algorithm.correction_cap,
+    )
+    return to_dict(probe_report(run.config, pairs=pairs, metrics=run.metrics()))
