@@ -60,7 +60,11 @@ def run(
         PreflightError: every shortfall of the machine at once.
         DataError: the base model's folder is unusable.
     """
-    config = resolve(recipe, overrides, trainer=trainer, seed=seed)
+    return check(resolve(recipe, overrides, trainer=trainer, seed=seed), pool=pool)
+
+
+def check(config: RunConfig, *, pool: Mapping[str, Any] | None = None) -> RunSetup:
+    """The setup of a configuration that is already resolved; arguments and errors as for `run`."""
     model = resolve_model_path(config.model.path)
     machine = None if pool is None else pool_machine(pool)
     preflight = run_preflight(config, inspect_model(model), root=Path(config.storage.root), machine=machine)

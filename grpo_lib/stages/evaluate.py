@@ -11,11 +11,12 @@ from grpo_lib.data.chat import load_tokenizer, stop_token_ids, token_decoder
 from grpo_lib.data.models import resolve_model_path
 from grpo_lib.data.prompts import Split
 from grpo_lib.data.store import read_prompts
-from grpo_lib.evaluate import EvaluationResult, evaluate_policy
+from grpo_lib.evaluate import EvaluationResult, EvaluationTable, evaluate_policy
 from grpo_lib.stages.live import live_engines
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.stored_run import write_evaluation
 from grpo_lib.storage.local import LocalStore
+from grpo_lib.storage.refs import StoreRef
 from grpo_lib.storage.rollouts import write_rollouts
 from grpo_lib.verifiers.pool import ProcessVerifierPool
 
@@ -50,11 +51,16 @@ def run(config: RunConfig, paths: RunPaths, *, policy_version: int) -> Evaluatio
         engines.resume()
         after = evaluate_policy(engines, prompts, verifiers, decode, config, stop_token_ids=stops, run_seed=config.seed)
     result = EvaluationResult(before=before, after=after, config=config.evaluation, seed=config.seed)
-    assessments = [
-        assess_group(group, kind=config.algorithm.advantage, correct_reward=config.verifier.correct_reward)
-        for group in after.groups
-    ]
-    ref = write_rollouts(LocalStore(paths.store), step=config.loop.steps, groups=after.groups, assessments=assessments)
+    ref = store_samples(config, paths, after)
     evaluation = result.to_dict()
     write_evaluation(paths, evaluation=evaluation, probe_rollouts=ref.to_dict(), policy_version=policy_version)
     return Evaluation(evaluation=evaluation, rollouts=ref.to_dict())
+
+
+def store_samples(config: RunConfig, paths: RunPaths, table: EvaluationTable) -> StoreRef:
+    """Keep the sampled completions of an evaluation, judged as a step's rollouts are."""
+    assessments = [
+        assess_group(group, kind=config.algorithm.advantage, correct_reward=config.verifier.correct_reward)
+        for group in table.groups
+    ]
+    return write_rollouts(LocalStore(paths.store), step=config.loop.steps, groups=table.groups, assessments=assessments)

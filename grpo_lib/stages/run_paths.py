@@ -71,6 +71,11 @@ class RunPaths:
         return self.run / "parity.json"
 
     @property
+    def replay(self) -> Path:
+        """Dumps of the nightly gate, gone once it has judged them."""
+        return self.run / "replay"
+
+    @property
     def of_fit(self) -> tuple[Path, ...]:
         """Everything that `fit` and the steps after it write; trackers keep their own history."""
         tables = (self.metrics, self.metrics.with_suffix(".parquet"), self.certificates, self.rollout_index)

@@ -81,6 +81,11 @@ class StoredRun:
         """The trained policy's samples on the held-out prompts."""
         return read_rollouts(self.store(), StoreRef.from_dict(self._evaluation()["probe_rollouts"]))
 
+    def engine_scores_ref(self) -> StoreRef | None:
+        """The engine's own score of the probe rollouts, see `storage.scores`; None where nobody asked it."""
+        ref = self._evaluation().get("engine_scores")
+        return None if ref is None else StoreRef.from_dict(ref)
+
     def parity(self) -> dict[str, Any]:
         """`parity.report.to_dict` of the run's own `parity_report`."""
         return _read(self._present(self.paths.parity, "parity_report"))
@@ -177,10 +182,20 @@ def write_run(
 
 
 def write_evaluation(
-    paths: RunPaths, *, evaluation: Mapping[str, Any], probe_rollouts: Mapping[str, Any], policy_version: int
+    paths: RunPaths,
+    *,
+    evaluation: Mapping[str, Any],
+    probe_rollouts: Mapping[str, Any],
+    policy_version: int,
+    engine_scores: Mapping[str, Any] | None = None,
 ) -> None:
-    """Accuracies before and after, and where the trained policy's samples are stored."""
-    values = {"policy_version": policy_version, "evaluation": evaluation, "probe_rollouts": probe_rollouts}
+    """Accuracies, and where the trained policy's samples are stored; with them the engine's score, if it was asked."""
+    values = {
+        "policy_version": policy_version,
+        "evaluation": evaluation,
+        "probe_rollouts": probe_rollouts,
+        "engine_scores": engine_scores,
+    }
     _write(paths.evaluation, values)
 
 

@@ -1,0 +1,140 @@
+"""The parts of the nightly gate, one for each step of its flow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_lib.config import RunConfig
+from grpo_lib.parity.replay import ReplayStep
+from grpo_lib.stages import frozen_rollouts, parity_history, parity_probe, parity_replay
+from grpo_lib.stages.frozen_rollouts import FrozenRollouts
+from grpo_lib.stages.parity_probe import ScorerMeasurement
+from grpo_lib.stages.parity_replay import FreeMeasurement
+from grpo_lib.stages.run_paths import RunPaths, clear
+from grpo_lib.stages.stored_run import write_parity
+from grpo_lib.types import ParityVerdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerMeasurement:
+    """What one trainer did with the frozen rollouts, by reference."""
+
+    trainer: str
+    digest: str  # of the rollouts that it read
+    score: ScorerMeasurement  # of the probe rollouts
+    free: FreeMeasurement  # its own way through the stored steps, and the same with another micro-batch split
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Every pair of scorers under the weights that sampled the probe rollouts."""
+
+    parity: dict[str, Any]  # `parity.report.to_dict`
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lockstep:
+    """Every stored step, taken by the leader and by each follower from the leader's state."""
+
+    steps: tuple[ReplayStep, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateReport:
+    """The night's report, all plain data."""
+
+    parity: dict[str, Any]  # `parity.report.to_dict`, with the table `drift`
+    drift_lines: list[str]  # for a terminal
+    seconds: dict[str, float]
+
+
+def measure(config: RunConfig, paths: RunPaths, frozen: FrozenRollouts, *, trainer: str) -> TrainerMeasurement:
+    """One trainer alone on the frozen rollouts; what an earlier attempt of it left goes first."""
+    started = time.perf_counter()
+    run = frozen.open(config)
+    folder = paths.replay / trainer
+    clear(folder)
+    return TrainerMeasurement(
+        trainer=trainer,
+        digest=frozen_rollouts.rollouts_digest(run, steps=frozen.steps),
+        score=parity_probe.measure(run, scorer=trainer, folder=paths.store),
+        free=parity_replay.measure(run, trainer=trainer, folder=folder),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def probe(
+    config: RunConfig, paths: RunPaths, frozen: FrozenRollouts, *, measurements: Sequence[TrainerMeasurement]
+) -> Probe:
+    """Engine, trainers and a plain forward on the probe rollouts.
+
+    Raises:
+        DataError: a trainer read other rollouts than the frozen ones.
+    """
+    started = time.perf_counter()
+    frozen_rollouts.check_digests(frozen, {one.trainer: one.digest for one in measurements})
+    run = frozen.open(config)
+    engine = [] if frozen.engine_score is None else [frozen.engine_score]
+    plain = parity_probe.measure(run, scorer=parity_probe.PLAIN, folder=paths.store)
+    judged = parity_probe.judge(run, [*engine, *(one.score for one in measurements), plain])
+    return Probe(parity=judged, seconds=time.perf_counter() - started)
+
+
+def lockstep(config: RunConfig, frozen: FrozenRollouts, *, trainers: Sequence[str]) -> Lockstep:
+    """The first trainer and each other one side by side."""
+    started = time.perf_counter()
+    run = frozen.open(config)
+    leader, *followers = trainers
+    steps = [step for follower in followers for step in parity_replay.lockstep(run, leader=leader, follower=follower)]
+    return Lockstep(steps=tuple(steps), seconds=time.perf_counter() - started)
+
+
+def report(
+    config: RunConfig,
+    paths: RunPaths,
+    frozen: FrozenRollouts,
+    *,
+    run_id: str,
+    lineage: Mapping[str, Any],
+    measurements: Sequence[TrainerMeasurement],
+    probe: Probe,
+    lockstep: Lockstep,
+) -> GateReport:
+    """Judge everything, write the report and the night down, and remove the dumps. Nothing is raised for a FAIL."""
+    started = time.perf_counter()
+    replayed = parity_replay.judge(
+        frozen.open(config), lockstep=lockstep.steps, measurements=[one.free for one in measurements]
+    )
+    parity = _joined(replayed, probe.parity)
+    seconds = {
+        "rollouts": frozen.seconds,
+        **{f"measure {one.trainer}": one.seconds for one in measurements},
+        "probe": probe.seconds,
+        "lockstep": lockstep.seconds,
+        "judge": time.perf_counter() - started,
+    }
+    trainers = [one.trainer for one in measurements]
+    night = parity_history.run(config, parity, run_id=run_id, trainers=trainers, lineage=lineage, seconds=seconds)
+    parity["tables"]["drift"] = night.drift
+    write_parity(paths, parity)
+    clear(paths.replay)
+    return GateReport(parity=parity, drift_lines=night.lines, seconds=seconds)
+
+
+def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Two reports of `to_dict` as one; a row that stands in both tables of a name stands once."""
+    verdicts = {first["verdict"], second["verdict"]}
+    worst = next(
+        (one for one in (ParityVerdict.FAIL, ParityVerdict.INCONCLUSIVE) if one in verdicts), ParityVerdict.PASS
+    )
+    tables: dict[str, list[Any]] = {}
+    for name, rows in (*first["tables"].items(), *second["tables"].items()):
+        kept = tables.setdefault(name, [])
+        kept += [row for row in rows if row not in kept]
+    return {"verdict": str(worst), "checks": [*first["checks"], *second["checks"]], "tables": tables}
