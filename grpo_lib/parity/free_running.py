@@ -7,10 +7,12 @@ of micro-batches. That changes the order of sums and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -192,3 +194,37 @@ def compare_trajectories(a: Trajectory, b: Trajectory, *, cap: float, read: Stat
         )
         for of_a, of_b in zip(a.steps, b.steps, strict=True)
     )
+
+
+# What is compared of a step, in the order of the report's table.
+QUANTITIES: Mapping[str, Callable[[FreeStep], float]] = MappingProxyType(
+    {
+        "max |dlogprob|": lambda step: math.nan if step.pair.nan_count else step.pair.max_abs,
+        "mean |dlogprob|": lambda step: math.nan if step.pair.nan_count else step.pair.mean_abs,
+        "relative weight distance": lambda step: step.weight.whole.relative,
+        "loss": lambda step: abs(step.loss_a - step.loss_b),
+        "gradient norm": lambda step: abs(step.grad_norm_a - step.grad_norm_b),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeRunning:
+    """Two trainers on their own ways, and each of them against itself with another split."""
+
+    steps: tuple[FreeStep, ...]
+    floors: tuple[tuple[FreeStep, ...], ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.steps[0].name_a} vs {self.steps[0].name_b}"
+
+    def floor(self, quantity: str) -> tuple[float, ...]:
+        """Noise floor of each step: the largest difference of any backend with itself up to that step.
+
+        Single steps scatter: two trajectories that have parted may agree by chance on the tokens of one step. How far
+        they have parted does not shrink, so the largest so far is taken.
+        """
+        measure = QUANTITIES[quantity]
+        values = np.array([[measure(step) for step in floor] for floor in self.floors])
+        return tuple(np.maximum.accumulate(values.max(axis=0)).tolist())

@@ -9,7 +9,11 @@ from typing import Any
 
 from grpo_lib.config import RunConfig
 from grpo_lib.errors import ParityFailure
-from grpo_lib.parity.probe import HISTOGRAM_EDGES, PairStatistics
+from grpo_lib.parity.free_running import QUANTITIES, FreeRunning
+from grpo_lib.parity.probe import ENGINE_SCORE, HISTOGRAM_EDGES, PairStatistics
+from grpo_lib.parity.replay import ReplayStep
+from grpo_lib.parity.replay_inputs import InputAudit
+from grpo_lib.parity.replay_verdicts import free_checks, input_checks, lockstep_checks
 from grpo_lib.parity.verdicts import (
     MetricRow,
     clip_checks,
@@ -48,6 +52,116 @@ LIMITS: Mapping[str, str] = {
 }
 
 
+REPLAY_LIMITS: Mapping[str, str] = {
+    "lockstep": "Each step starts from common weights, so an error shows in the step that makes it and nowhere else. "
+    "What is wrong only when carried over many steps, such as a checkpoint or a schedule beyond the replayed steps, "
+    "does not. Both trainers get the leader's state: what that leaves out is not compared.",
+    "stored rollouts": "Nothing is sampled. Whether the engine got the weights is for the certificates, whether it "
+    "decodes with them for the probe.",
+    "relative weight distance": "Is small beside |weights| whatever one step did; `update` compares the step alone, "
+    "with a wide tolerance: AdamW moves a weight whose gradient is rounding noise by up to the whole learning rate, in "
+    "either direction.",
+    "free-running": "Rounding is amplified: differences grow by orders of magnitude with steps and learning rate. "
+    "Within the noise floor nothing is shown to be equal, only not to differ more than a trainer does from itself.",
+    "noise floor": "One other micro-batch split, so one draw of an amplified quantity; a multiple of 2 may be chance.",
+    "identical inputs": "Hashes are of what the trainer was handed. What it makes of them shows in the distances only.",
+}
+
+
+def probe_report(
+    config: RunConfig, *, pairs: Sequence[PairStatistics], metrics: Sequence[MetricRow], engine_scores: bool
+) -> ParityReport:
+    """Only the checks of scorers on stored tokens.
+
+    Args:
+        pairs: From `probe`.
+        metrics: Of the run, for the clip counts of its steps.
+        engine_scores: False where the engine cannot score as it samples, so that its own pair is not asked for.
+    """
+    checks = pair_checks(pairs, config.parity)
+    if not engine_scores:
+        checks = [check for check in checks if ENGINE_SCORE not in check.name]
+    limits = {name: LIMITS[name] for name in ("tis_clipfrac", "max |dlogprob|", "lockstep probe", "decode vs score")}
+    return ParityReport(
+        checks=(*checks, nan_check(pairs), *clip_checks(pairs, metrics, config.parity)),
+        tables={
+            "pairs": [pair.to_dict() for pair in pairs],
+            "histogram": [row for pair in pairs for row in _histogram_rows(pair)],
+            "limits": _limit_rows(limits),
+        },
+    )
+
+
+def replay_report(
+    config: RunConfig,
+    *,
+    lockstep: Sequence[Sequence[ReplayStep]],
+    free: Sequence[FreeRunning],
+    audits: Sequence[InputAudit],
+    stored: Mapping[int, str],
+) -> ParityReport:
+    """All checks of a replay.
+
+    Args:
+        lockstep: Steps of each pair of trainers.
+        free: Each pair of trainers on their own ways.
+        audits: Of every stored step from the first to the last that was replayed.
+        stored: Step → hash of its table as it is stored now.
+    """
+    trained = {step.step for steps in (*lockstep, *(one.steps for one in free)) for step in steps}
+    checks = [
+        *input_checks(audits),
+        *(c for steps in lockstep for c in lockstep_checks(steps, config.parity, config.trainer, stored=stored)),
+        *(c for one in free for c in free_checks(one, config.parity, config.trainer)),
+    ]
+    tables = {
+        "lockstep": [_lockstep_row(step) for steps in lockstep for step in steps],
+        "free_running": [row for one in free for row in _free_rows(one)],
+        "steps": [
+            {"step": step, "trained": step in trained, "content_digest": digest} for step, digest in stored.items()
+        ],
+        "limits": _limit_rows(REPLAY_LIMITS),
+    }
+    return ParityReport(checks=tuple(checks), tables=tables)
+
+
+def _limit_rows(limits: Mapping[str, str]) -> list[dict[str, object]]:
+    return [{"metric": metric, "cannot_show": text} for metric, text in limits.items()]
+
+
+def _lockstep_row(step: ReplayStep) -> dict[str, object]:
+    return {
+        "step": step.step,
+        "pair": f"{step.name_a} vs {step.name_b}",
+        "tokens": step.pair.num_tokens,
+        "max |dlogprob|": step.pair.max_abs,
+        "gradient": step.gradient.whole.relative,
+        "gradient cosine": step.gradient.whole.cosine,
+        "gradient scale": step.gradient.whole.scale,
+        "farthest gradient": step.gradient.tensors[0].name,
+        "weight": step.weight.whole.relative,
+        "update": step.update.whole.relative,
+        "loss a": step.loss_a,
+        "loss b": step.loss_b,
+        "grad norm a": step.grad_norm_a,
+        "grad norm b": step.grad_norm_b,
+        "lr a": step.learning_rate_a,
+        "lr b": step.learning_rate_b,
+        "bf16 share a": step.bf16_share_a,
+        "bf16 share b": step.bf16_share_b,
+        "inputs": step.inputs_b,
+    }
+
+
+def _free_rows(free: FreeRunning) -> list[dict[str, object]]:
+    """One row per step: each difference beside the noise floor it is measured by."""
+    rows: list[dict[str, object]] = [{"step": step.step, "pair": free.label} for step in free.steps]
+    for quantity, measure in QUANTITIES.items():
+        for row, step, floor in zip(rows, free.steps, free.floor(quantity), strict=True):
+            row |= {quantity: measure(step), f"floor of {quantity}": floor}
+    return rows
+
+
 def build_report(
     config: RunConfig,
     *,
@@ -82,7 +196,7 @@ def build_report(
         "pairs": [pair.to_dict() for pair in pairs],
         "histogram": [row for pair in pairs for row in _histogram_rows(pair)],
         "time": _time_rows(metrics),
-        "limits": [{"metric": metric, "cannot_show": text} for metric, text in LIMITS.items()],
+        "limits": _limit_rows(LIMITS),
     }
     return ParityReport(checks=tuple(checks), tables=tables)
 

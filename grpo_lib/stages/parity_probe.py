@@ -52,9 +52,11 @@ def run(run: StoredRun, *, trainers: Sequence[str]) -> dict[str, Any]:
         `parity.report.to_dict` of the report.
     """
     stored = run.engine_scores_ref()
-    engine = [] if stored is None else [
-        ScorerMeasurement(scorer=ENGINE_SCORE, scores=stored.to_dict(), store=str(run.paths.store))
-    ]
+    engine = (
+        []
+        if stored is None
+        else [ScorerMeasurement(scorer=ENGINE_SCORE, scores=stored.to_dict(), store=str(run.paths.store))]
+    )
     scorers = [*trainers, PLAIN] if engine or not can_score(run.config) else [ENGINE_SCORE, *trainers, PLAIN]
     with TemporaryDirectory(prefix="probe-") as folder:
         return judge(run, [*engine, *(measure(run, scorer=scorer, folder=Path(folder)) for scorer in scorers)])
@@ -112,4 +114,5 @@ def judge(run: StoredRun, measurements: Sequence[ScorerMeasurement]) -> dict[str
         policy_version=run.policy_version,
         cap=run.config.algorithm.correction_cap,
     )
-    return to_dict(probe_report(run.config, pairs=pairs, metrics=run.metrics()))
+    report = probe_report(run.config, pairs=pairs, metrics=run.metrics(), engine_scores=can_score(run.config))
+    return to_dict(report)

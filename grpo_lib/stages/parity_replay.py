@@ -23,11 +23,11 @@ from grpo_lib import loop
 from grpo_lib.config import RunConfig, with_overrides
 from grpo_lib.data.files import storage_errors
 from grpo_lib.errors import ConfigError, DataError
-from grpo_lib.parity.free_running import FreeStep, Split, compare_trajectories, free_running
+from grpo_lib.parity.free_running import FreeRunning, FreeStep, Split, compare_trajectories, free_running
 from grpo_lib.parity.replay import ReplayStep
 from grpo_lib.parity.replay import lockstep as replay_in_lockstep
 from grpo_lib.parity.replay_inputs import ReplayBatch, audit_inputs
-from grpo_lib.parity.report import FreeRunning, replay_report, to_dict
+from grpo_lib.parity.report import replay_report, to_dict
 from grpo_lib.stages.live import live_trainer, live_trainers
 from grpo_lib.stages.replay_files import StateFile, read_trajectory, write_trajectory
 from grpo_lib.stages.stored_run import StoredRun
@@ -140,7 +140,7 @@ def judge(
     batches = list(islice(_batches(run), max(taken)))
     report = replay_report(
         run.config,
-        lockstep=lockstep,
+        lockstep=_by_pair(lockstep),
         free=free,
         audits=audit_inputs(batches, run.config),
         stored={batch.step: batch.content_digest for batch in batches},
@@ -189,6 +189,14 @@ def _batches(run: StoredRun) -> Iterator[ReplayBatch]:
         yield ReplayBatch(
             step=step, groups=stored.groups, assessments=stored.assessments, content_digest=stored.content_digest
         )
+
+
+def _by_pair(steps: Sequence[ReplayStep]) -> list[list[ReplayStep]]:
+    """Steps of each pair of trainers, in the order they were taken."""
+    pairs: dict[tuple[str, str], list[ReplayStep]] = {}
+    for step in steps:
+        pairs.setdefault((step.name_a, step.name_b), []).append(step)
+    return list(pairs.values())
 
 
 def _compare(config: RunConfig, reference: FreeMeasurement, other: FreeMeasurement) -> FreeRunning:
