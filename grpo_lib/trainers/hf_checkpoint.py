@@ -106,6 +106,24 @@ class HfFolder:
                     "use the float32, bfloat16 or float16 version of the model"
                 )
 
+    def check_tied_copy(self, head: str, embeddings: str) -> None:
+        """Some exporters write the head of a tied model too; it must then be the embedding matrix.
+
+        Raises:
+            DataError: the two differ.
+        """
+        if embeddings in self.names and not torch.equal(self.tensor(head), self.tensor(embeddings)):
+            raise DataError(
+                f"{self.file_of(head)}: {head!r} differs from {embeddings!r}, but config.json says "
+                "tie_word_embeddings; set it to false if the head was trained apart"
+            )
+
+    def flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the flattened tensor; only the rows that hold them are read."""
+        row = math.prod(self.shape(name)[1:])
+        first = start // row
+        return self.rows(name, first, -(-stop // row)).flatten()[start - first * row : stop - first * row]
+
 
 class HfFolderWriter:
     """Writes tensors that arrive in manifest order, holding one file's worth at a time.

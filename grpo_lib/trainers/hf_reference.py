@@ -43,6 +43,8 @@ class HfReference:
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=getattr(torch, dtype), attn_implementation="eager"
         ).eval()
+        # PyTorch drops the gradient of an embedding's padding token, and a policy may sample that token and train on it.
+        self._model.get_input_embeddings().padding_idx = None
         self._parameters = dict(self._model.named_parameters())  # a tied head is not listed twice
         self._held: tuple[object, ...] = ()
 

@@ -1,0 +1,118 @@
+"""AdamW under ZeRO: learning rate and bias correction from the policy version, clipping, and what a step did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grpo_lib.algo.schedules import learning_rate
+from grpo_lib.config import TrainerConfig
+from grpo_lib.errors import NonFiniteGradient
+from grpo_lib.trainers.hf_deepspeed_state import ShardedState
+from grpo_lib.types import Stat, StateKind, StepMetrics
+
+
+def build_adamw(parameters: Sequence[torch.nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
+    """PyTorch's AdamW, fused: one kernel for a whole partition."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+class ZeroAdamW:
+    """The optimiser step of an engine, whose learning rate is a function of the number of steps already applied.
+
+    Args:
+        engine: Owns the update: it moves gradients to the masters, steps AdamW and distributes the weights.
+        names: Of all parameters.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        adamw: torch.optim.AdamW,
+        state: ShardedState,
+        names: Sequence[str],
+        config: TrainerConfig,
+        *,
+        total_steps: int,
+    ) -> None:
+        self._engine, self._adamw, self._state, self._names = engine, adamw, state, names
+        self._config, self._total_steps = config, total_steps
+        for master in state.masters:
+            # From the start, so that a state can be read, saved and replaced before the first step.
+            adamw.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
+            }
+
+    def step(self, applied_steps: int) -> StepMetrics:
+        """Clip by the global norm, apply one update, clear the gradients; the metrics are the same on every rank.
+
+        Raises:
+            NonFiniteGradient: the gradient norm is NaN or infinite; nothing is applied.
+        """
+        norm = self._global_grad_norm()
+        if not math.isfinite(norm):
+            self._state.drop_gradients()
+            raise NonFiniteGradient(
+                f"gradient norm is {norm} before step {applied_steps}; weights and optimiser are unchanged"
+            )
+        scale = self._config.max_grad_norm / (norm + 1e-6)
+        if scale < 1:
+            for name in self._names:
+                self._state.held(StateKind.GRADIENT, name).values.mul_(scale)
+        rate = learning_rate(
+            self._config.lr_scheduler,
+            self._config.learning_rate,
+            step=applied_steps,
+            warmup_steps=self._config.warmup_steps,
+            total_steps=self._total_steps,
+        )
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        for moments in self._adamw.state.values():
+            moments["step"].fill_(applied_steps)
+        before = [self._own_weight(name).clone() for name in self._names]
+        self._engine.step()
+        update_rms, moved = self._update_since(before)
+        return StepMetrics(
+            stats={
+                "optim/grad_norm": Stat.mean(norm, 1),
+                "optim/lr": Stat.mean(rate, 1),
+                "optim/update_rms": Stat.mean(update_rms, 1),
+                "optim/weights_moved": Stat.min(float(moved)),
+            }
+        )
+
+    def _own_weight(self, name: str) -> torch.Tensor:
+        return self._state.own(StateKind.WEIGHT, name).values
+
+    def _global_grad_norm(self) -> float:
+        """L2 norm over all parameters and ranks."""
+        own = torch.nn.utils.get_total_norm([self._state.own(StateKind.GRADIENT, name).values for name in self._names])
+        total = own.double().square()
+        dist.all_reduce(total)
+        return math.sqrt(float(total))
+
+    def _update_since(self, before: Sequence[torch.Tensor]) -> tuple[float, bool]:
+        """Root mean square of the change over all elements of all ranks, and whether there is any."""
+        totals = torch.zeros(3, dtype=torch.float64, device=before[0].device)
+        for name, old in zip(self._names, before, strict=True):
+            change = old.sub_(self._own_weight(name))
+            totals[0] += change.count_nonzero()  # counted, because squares of tiny changes underflow
+            totals[1] += change.square_().sum(dtype=torch.float64)
+            totals[2] += change.numel()
+        dist.all_reduce(totals)
+        num_changed, sum_of_squares, num_elements = totals.tolist()
+        return math.sqrt(sum_of_squares / num_elements), num_changed > 0
