@@ -112,6 +112,10 @@ class Reference(Protocol):
         """[B, T] of the labels of `faulty_batch(batch, fault)`."""
         ...
 
+    def hidden_states(self, batch: PackedBatch) -> Mapping[str, torch.Tensor]:
+        """``"embedding"``, ``"layer 0"`` … → [B, T, D], 0 at padding: the residual stream after each block."""
+        ...
+
     def gradient(
         self, batches: Sequence[PackedBatch], loss: PolicyLoss, *, loss_denominator: float
     ) -> Mapping[str, torch.Tensor]:

@@ -21,17 +21,57 @@ TIED_HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-class TokenLogprobModel(nn.Module):
-    """Body, output head and temperature-scaled log-softmax, for the labels that are asked for.
+class TokenLogprobHead(nn.Module):
+    """Projection, temperature-scaled log-softmax and entropy, for the labels that are asked for.
 
-    It is one module because ZeRO-3 gathers a module's weights when its forward begins: the head is called as a module,
-    chunk by chunk, and so is whole whenever logits are made, in the backward pass too.
+    ZeRO-3 gathers a module's weights around its forward and its backward pass. The projection is therefore not called
+    as a module: ranks have different numbers of chunks, and would gather the matrix different numbers of times. It is
+    whole while this module runs, see `DeepSpeedRuntime.engine`.
     """
+
+    def __init__(self, projection: nn.Linear, *, temperature: float, chunk_tokens: int) -> None:
+        super().__init__()
+        self._projection = (projection,)  # in a tuple, so that it stays a module of the language model alone
+        self._temperature, self._chunk_tokens = temperature, chunk_tokens
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """[V, D], the embedding matrix if they are tied."""
+        return self._projection[0].weight
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy of each label.
+
+        Args:
+            hidden: [B, T, D] after the final norm.
+            labels: [B, T] int64; positions with `IGNORED_LABEL` are not projected.
+
+        Returns:
+            logprobs [B, T] float32 with gradient and entropy [B, T] float32 without; 0 at ignored positions. Without
+            any label they still have a graph to the weights, so that this rank joins the backward's collectives.
+        """
+        wanted = labels != IGNORED_LABEL
+        logprobs, entropy = token_logprobs(
+            hidden[wanted],
+            lambda rows: nn.functional.linear(rows, self.weight),
+            labels[wanted],
+            temperature=self._temperature,
+            chunk_tokens=self._chunk_tokens,
+        )
+        zeros = logprobs.new_zeros(labels.shape)
+        return zeros.masked_scatter(wanted, logprobs), zeros.masked_scatter(wanted, entropy)
+
+
+class TokenLogprobModel(nn.Module):
+    """A causal language model that ends in a `TokenLogprobHead` instead of logits."""
 
     def __init__(self, lm: PreTrainedModel, *, temperature: float, chunk_tokens: int) -> None:
         super().__init__()
         self.lm = lm
-        self._temperature, self._chunk_tokens = temperature, chunk_tokens
+        projection = lm.get_output_embeddings()
+        assert isinstance(projection, nn.Linear), type(projection)
+        assert projection.bias is None, "no family here has a bias in its head"
+        self.head = TokenLogprobHead(projection, temperature=temperature, chunk_tokens=chunk_tokens)
 
     @property
     def body(self) -> nn.Module:
@@ -40,38 +80,17 @@ class TokenLogprobModel(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability and entropy of each label.
+        """Log-probability and entropy of each label, as `TokenLogprobHead`.
 
         Args:
             input_ids: [B, T] int64.
             position_ids: [B, T] int64, restarting at 0 with each document.
-            labels: [B, T] int64; positions with `IGNORED_LABEL` are not projected.
-
-        Returns:
-            logprobs [B, T] float32 with gradient and entropy [B, T] float32 without; 0 at ignored positions. Without
-            any label they still have a graph to the weights, so that this rank joins the backward's collectives.
+            labels: [B, T] int64.
         """
-        hidden = self.hidden(input_ids, position_ids)
-        wanted = labels != IGNORED_LABEL
-        logprobs, entropy = token_logprobs(
-            hidden[wanted],
-            cast("nn.Module", self.lm.lm_head),
-            labels[wanted],
-            temperature=self._temperature,
-            chunk_tokens=self._chunk_tokens,
-        )
-        zeros = logprobs.new_zeros(labels.shape)
-        return zeros.masked_scatter(wanted, logprobs), zeros.masked_scatter(wanted, entropy)
-
-    def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """[B, T, D] after the final norm.
-
-        transformers reads document boundaries off the position ids, but only without a mask and without a cache:
-        given either, documents see each other and nothing says so.
-        """
-        return self.body(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False
-        ).last_hidden_state
+        # transformers reads document boundaries off the position ids, but only without a mask and without a cache:
+        # given either, documents see each other and nothing says so.
+        output = self.body(input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False)
+        return self.head(output.last_hidden_state, labels)
 
     @contextmanager
     def recorded(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -120,6 +139,8 @@ def build_model(
     with no_init_weights(), init_context:
         lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     lm.tie_weights()
+    # PyTorch drops the gradient of an embedding's padding token, but a policy may sample that token and train on it.
+    cast("nn.Embedding", lm.get_input_embeddings()).padding_idx = None
     lm.train(activation_checkpointing)  # the families here differ in training mode by nothing else
     if activation_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
