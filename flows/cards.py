@@ -20,7 +20,7 @@ from metaflow import current
 from metaflow.cards import Markdown, ProgressBar, Table, VegaChart
 from metaflow.plugins.cards.card_modules.card import MetaflowCardComponent
 
-_SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"
+SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"
 _MOST_POINTS = 300  # per chart; more steps are thinned, so that a card stays small
 _MOST_CHARACTERS = 400  # of a cell
 _RECENT_STEPS = 20  # that the time left is estimated from
@@ -207,10 +207,10 @@ def curve_spec(rows: Sequence[MetricRow], series: Sequence[str]) -> dict[str, An
         {"step": row["step"], "metric": name, "value": value}
         for row in thinned(rows)
         for name in series
-        if (value := _finite(row.get(name))) is not None
+        if (value := finite(row.get(name))) is not None
     ]
     return {
-        "$schema": _SCHEMA,
+        "$schema": SCHEMA,
         "height": 240,
         "data": {"values": values},
         "mark": {"type": "line", "tooltip": True},
@@ -228,10 +228,10 @@ def time_spec(rows: Sequence[MetricRow]) -> dict[str, Any]:
         {"step": row["step"], "span": name.removeprefix("time/").removesuffix("_s"), "seconds": seconds}
         for row in thinned(rows)
         for name, value in row.items()
-        if name.startswith("time/") and name not in _NOT_SPANS and (seconds := _finite(value)) is not None
+        if name.startswith("time/") and name not in _NOT_SPANS and (seconds := finite(value)) is not None
     ]
     return {
-        "$schema": _SCHEMA,
+        "$schema": SCHEMA,
         "height": 240,
         "data": {"values": values},
         "mark": {"type": "bar", "tooltip": True},
@@ -258,7 +258,7 @@ def histogram_spec(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for row in rows
     ]
     return {
-        "$schema": _SCHEMA,
+        "$schema": SCHEMA,
         "height": 80,
         "width": 600,
         "data": {"values": values},
@@ -300,7 +300,7 @@ def _spelled(character: str) -> str:
 
 def figure(value: object) -> str:
     """A number for people; what was not observed is a dash."""
-    number = _finite(value)
+    number = finite(value)
     if number is None:
         return "–"
     return f"{number:,.0f}" if float(number).is_integer() and abs(number) < 1e15 else f"{number:.4g}"
@@ -308,7 +308,7 @@ def figure(value: object) -> str:
 
 def interval(estimate: Mapping[str, float | None]) -> str:
     """E.g. ``"0.887 [0.861, 0.910]"``."""
-    value, low, high = (_finite(estimate[name]) for name in ("value", "low", "high"))
+    value, low, high = (finite(estimate[name]) for name in ("value", "low", "high"))
     if value is None:
         return "–"
     return f"{value:.3f}" if low is None or high is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
@@ -323,8 +323,11 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
-def _finite(value: object) -> float | int | None:
-    """JSON has no NaN: one of them in a card's data and the browser shows nothing at all."""
+def finite(value: object) -> float | int | None:
+    """The number, or None for what is none or not finite.
+
+    JSON has no NaN: one of them in a card's data and the browser shows nothing at all.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return value if math.isfinite(value) else None

@@ -1,10 +1,11 @@
-"""Where steps run, and how a user's mistake is shown."""
+"""Where steps run and how many at a time, and how a user's mistake is shown."""
 
 # pyright: reportPrivateImportUsage=false
 # (metaflow declares no exports)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,6 +46,11 @@ def remote_pool(profile: Mapping[str, Any], name: str) -> dict[str, Any] | None:
     return dict(pools[name])
 
 
+def listed(text: str) -> list[str]:
+    """The names in an option such as ``"olmo_core, hf_deepspeed"``."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 class pool(StepMutator):  # noqa: N801  # used as a decorator
     """`@pool("gpu")`: run the step on that pool of the profile.
 
@@ -72,3 +78,17 @@ class scheduled(FlowMutator):  # noqa: N801  # used as a decorator
         profile = dict(mutable_flow.configs)["profile"]
         if profile.get("schedule"):
             mutable_flow.add_decorator("schedule", deco_kwargs={"cron": profile["schedule"]})
+
+
+class limited(FlowMutator):  # noqa: N801  # used as a decorator
+    """The profile's `max_workers`, where the user gave no `--max-workers`: how many tasks run at a time.
+
+    Metaflow reads its options from variables of this form after flow mutators have run. Only `run` and `resume` are
+    meant: on Argo the pools' machines decide.
+    """
+
+    def pre_mutate(self, mutable_flow) -> None:
+        workers = dict(mutable_flow.configs)["profile"].get("max_workers")
+        if workers is not None:
+            for command in ("RUN", "RESUME"):
+                os.environ.setdefault(f"METAFLOW_{command}_MAX_WORKERS", str(workers))

@@ -1,0 +1,110 @@
+"""The card of the nightly gate: verdicts, drifts, distances per step on logarithmic axes, and the probe.
+
+Plain data in; what `cards` says of text that a model wrote holds here too.
+"""
+
+# pyright: reportPrivateImportUsage=false
+# (metaflow declares no exports)
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from cards import SCHEMA, Card, finite, histogram_spec, pair_table, record_table, step_card, thinned, verdict_table
+from metaflow.cards import Markdown, VegaChart
+from metaflow.plugins.cards.card_modules.card import MetaflowCardComponent
+
+from grpo_lib.config import ParityConfig
+
+_FLOOR = "floor of "  # prefix of a column of the table `free_running`
+_NOTHING = 1e-12  # where a logarithmic axis shows a distance of 0
+_STEP_COLUMNS = ("step", "pair", "tokens", "max |dlogprob|", "gradient", "weight", "update", "farthest gradient")
+
+Row = Mapping[str, Any]
+
+
+def gate_card(parity: Mapping[str, Any], tolerances: ParityConfig, *, card: Card | None = None) -> None:
+    """Append the night's report to the card "gate" of the running step.
+
+    Args:
+        parity: `parity.report.to_dict` of probe and replay together, with the table `drift`.
+    """
+    card = card if card is not None else step_card("gate")
+    for component in gate_components(parity, tolerances):
+        card.append(component)
+
+
+def gate_components(parity: Mapping[str, Any], tolerances: ParityConfig) -> list[MetaflowCardComponent]:
+    """The card, top to bottom."""
+    tables = parity["tables"]
+    return [
+        Markdown(f"# Parity gate: {parity['verdict']}"),
+        verdict_table(parity),
+        Markdown("## Drift\n\nValues above the band of the nights before. A drift warns; it changes no verdict."),
+        record_table(tables["drift"]),
+        Markdown(
+            "## Lockstep\n\nEach step from the same weights and optimiser state. A difference of 0 is drawn at "
+            f"{_NOTHING:g}."
+        ),
+        VegaChart(distance_spec(lockstep_lines(tables["lockstep"], tolerances))),
+        record_table([{name: row[name] for name in _STEP_COLUMNS} for row in tables["lockstep"]]),
+        Markdown(
+            "## Free-running\n\nEach trainer on its own way, beside the noise floor: one trainer and itself with "
+            "another micro-batch split."
+        ),
+        VegaChart(distance_spec(free_lines(tables["free_running"], tolerances))),
+        Markdown("## Probe: log-probability differences\n\nTokens by |difference| in nats, both axes logarithmic."),
+        VegaChart(histogram_spec(tables["histogram"])),
+        pair_table(parity),
+        Markdown("## What these numbers cannot show"),
+        record_table(tables["limits"]),
+    ]
+
+
+def lockstep_lines(rows: Sequence[Row], tolerances: ParityConfig) -> Iterator[Row]:
+    """Points of every quantity that has a tolerance, and the tolerance."""
+    limits = {
+        "max |dlogprob|": tolerances.replay_max_abs,
+        "gradient": tolerances.replay_relative,
+        "weight": tolerances.replay_relative,
+    }
+    for row in thinned(rows):
+        for name, limit in limits.items():
+            panel = f"{row['pair']}: {name}"
+            yield _point(panel, row["step"], "difference", row[name])
+            yield _point(panel, row["step"], "tolerance", limit)
+
+
+def free_lines(rows: Sequence[Row], tolerances: ParityConfig) -> Iterator[Row]:
+    """Points of every quantity, its noise floor and, where there is a floor, the largest multiple of it that passes."""
+    for row in thinned(rows):
+        for name in (column.removeprefix(_FLOOR) for column in row if column.startswith(_FLOOR)):
+            panel, floor = f"{row['pair']}: {name}", finite(row[_FLOOR + name])
+            yield _point(panel, row["step"], "difference", row[name])
+            yield _point(panel, row["step"], "noise floor", floor)
+            if floor:
+                yield _point(panel, row["step"], "tolerance", floor * tolerances.noise_factor)
+
+
+def _point(panel: str, step: int, line: str, value: object) -> Row:
+    return {"panel": panel, "step": step, "line": line, "value": finite(value)}
+
+
+def distance_spec(points: Iterator[Row]) -> dict[str, Any]:
+    """Vega-Lite lines over steps, one panel per quantity; a value that is no number leaves a gap."""
+    values = [{**point, "value": point["value"] or _NOTHING} for point in points if point["value"] is not None]
+    return {
+        "$schema": SCHEMA,
+        "height": 110,
+        "width": 600,
+        "data": {"values": values},
+        "mark": {"type": "line", "tooltip": True, "point": True},
+        "encoding": {
+            "x": {"field": "step", "type": "quantitative", "axis": {"tickMinStep": 1}},
+            "y": {"field": "value", "type": "quantitative", "scale": {"type": "log"}, "axis": {"format": ".0e"}},
+            "color": {"field": "line", "type": "nominal"},
+            "facet": {"field": "panel", "type": "nominal", "columns": 1, "title": None},
+        },
+        "resolve": {"scale": {"y": "independent"}},
+    }
