@@ -1,4 +1,21 @@
-"""Rules for finished runs of two sides, A and B. `verdicts` has the table of all rules."""
+"""Every rule for two sets of finished runs, A and B: what is checked, against which tolerance, on how much evidence.
+
+| check | value | tolerance | evidence it needs |
+|---|---|---|---|
+| same settings | settings that differ, are not named, and decide what is learned | 0 | 1 setting |
+| same base model, same prompts | further hashes beside the first | 0 | the hash of every run |
+| same samples in the first step | common seeds with other samples | 0 | 1 common seed, one machine and engine |
+| each run's own report | reports that FAIL | 0 | a PASS of every run |
+| held-out accuracy, reward, correct rate | largest difference left | `parity.accuracy_margin` | `parity.min_seeds` |
+| held-out accuracy over prompts | the same, never FAILs | `parity.accuracy_margin` | `parity.min_seeds` |
+| equal rates: clipped, failed, truncated | 1 - p | 1 - 0.01 / 3 | `parity.min_seeds`, `parity.min_tokens` |
+| time spans have the same boundaries | steps that do not add up | 0 | equal spans on both sides |
+
+A side is one set-up with one run per seed. Numbers of runs scatter with the seed, so a violation must be shown: an
+equivalence FAILs when the whole 90 % interval of the difference lies outside of the margin, and PASSes when all of it
+lies inside and there are enough seeds. Rates FAIL when the exact test and the test over seeds both reject. How long a
+step took decides nothing. The other rules are those of `verdicts`.
+"""
 
 from __future__ import annotations
 

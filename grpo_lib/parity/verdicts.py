@@ -1,4 +1,4 @@
-"""Every rule of the parity report: what is checked, against which tolerance, on how much evidence.
+"""Every rule of a run's parity report: what is checked, against which tolerance, on how much evidence.
 
 | check | value | tolerance | evidence it needs |
 |---|---|---|---|
@@ -17,21 +17,8 @@
 A violation FAILs however little was seen; without a violation, too little evidence is INCONCLUSIVE and never PASS; a
 NaN is a violation.
 
-Two sets of finished runs, A and B, are judged in `run_verdicts`; a side is one set-up with one run per seed:
-
-| check | value | tolerance | evidence it needs |
-|---|---|---|---|
-| same settings | settings that differ, are not named, and decide what is learned | 0 | 1 setting |
-| same base model, same prompts | further hashes beside the first | 0 | the hash of every run |
-| same samples in the first step | common seeds with other samples | 0 | 1 common seed, machine and engine equal |
-| each run's own report | reports that FAIL | 0 | a PASS of every run |
-| held-out accuracy, reward, correct rate | largest difference not ruled out | `parity.accuracy_margin` | `parity.min_seeds` |
-| held-out accuracy over prompts | the same, over prompts; never FAILs | `parity.accuracy_margin` | `parity.min_seeds` |
-| equal rates (clipped, failed, truncated) | 1 - p of both tests | 1 - 0.01 / counts | `min_seeds`, `min_tokens` events |
-| time spans have the same boundaries | steps that do not add up | 0 | equal spans on both sides |
-
-Means over seeds are noisy, so there a violation must be shown: FAIL needs the whole 90 % interval outside of the margin,
-PASS the whole interval inside of it and enough seeds. How long a step took decides nothing.
+The rules of a replay stand in `replay_verdicts`, those for two sets of finished runs in `run_verdicts`, each under a table
+like this one.
 """
 
 from __future__ import annotations
