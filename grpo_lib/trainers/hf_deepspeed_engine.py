@@ -49,6 +49,8 @@ class DeepSpeedRuntime:
 
     def engine(self, model: TokenLogprobModel, optimizer: torch.optim.Optimizer | None) -> Any:
         """A `DeepSpeedEngine`; without an optimiser only ZeRO-3 needs one, to gather what a forward pass uses."""
+        if self.stage == 3:
+            self._deepspeed.zero.register_external_parameter(model.head, model.head.weight)
         engine, *_ = self._deepspeed.initialize(
             model=model, optimizer=optimizer, config=self._settings(), dist_init_required=False
         )

@@ -37,7 +37,7 @@ class TokenLogprobHead(nn.Module):
     @property
     def weight(self) -> nn.Parameter:
         """[V, D], the embedding matrix if they are tied."""
-        return self._projection[0].weight
+        return cast("nn.Parameter", self._projection[0].weight)
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and entropy of each label.
@@ -139,6 +139,8 @@ def build_model(
     with no_init_weights(), init_context:
         lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     lm.tie_weights()
+    # PyTorch drops the gradient of an embedding's padding token, which is often the stop token that the policy learns.
+    cast("nn.Embedding", lm.get_input_embeddings()).padding_idx = None
     # PyTorch drops the gradient of an embedding's padding token, but a policy may sample that token and train on it.
     cast("nn.Embedding", lm.get_input_embeddings()).padding_idx = None
     lm.train(activation_checkpointing)  # the families here differ in training mode by nothing else

@@ -11,27 +11,23 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage] documented, not in __all__
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from grpo_lib.algo.objective import micro_batch_objective
 from grpo_lib.config import TrainerConfig
-from grpo_lib.errors import DataError, GrpoError, NonFiniteLogprobs
 from grpo_lib.interfaces import PolicyLoss
+from grpo_lib.trainers.document_probe import check_documents_stay_apart
+from grpo_lib.trainers.gradient_pass import accumulate_gradients
 from grpo_lib.trainers.hf_checkpoint import HfFolder
+from grpo_lib.trainers.labels import successor_labels, trained_labels
 from grpo_lib.trainers.olmo_core_attention import JoinedDocuments
 from grpo_lib.trainers.olmo_core_checkpoint import load_checkpoint, save_checkpoint
-from grpo_lib.trainers.olmo_core_head import IGNORED_LABEL
 from grpo_lib.trainers.olmo_core_model import NameMap, build_sharded, fsdp_modules, shard_rows
 from grpo_lib.trainers.olmo_core_optim import SteppedAdamW
+from grpo_lib.trainers.rank_group import ensure_group
 from grpo_lib.trainers.whole_model import in_buckets
 from grpo_lib.types import TRAINING_STATE, Bucket, PackedBatch, StateKind, StepMetrics, WeightEntry, WeightManifest
-
-# Largest |packed - alone| log-probability of the start-up probe, nats: rounding only, kernels see other shapes.
-_PROBE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-1}
 
 
 class OlmoCoreTrainer:
@@ -74,7 +70,8 @@ class OlmoCoreTrainer:
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._folder = HfFolder(model_path)
         self._names = NameMap(self._folder.config)
-        self._mesh = _mesh(self._device, rank, world_size)
+        ensure_group(self._device, rank, world_size)
+        self._mesh = init_device_mesh(self._device.type, (world_size,), mesh_dim_names=("dp",))
         self._model = build_sharded(
             self._folder,
             mesh=self._mesh,
@@ -83,12 +80,15 @@ class OlmoCoreTrainer:
             temperature=temperature,
             chunk_tokens=config.logprob_chunk_tokens,
             trainable=trainable,
+            activation_checkpointing=config.activation_checkpointing and trainable,
         )
         self._root = fsdp_modules(self._model)[0]
         self._units = _units(self._model)
         self._manifest = self._plan_manifest()
         self._optimizer = SteppedAdamW(self._model, config, total_steps=total_steps) if trainable else None
-        self._check_documents_stay_apart()
+        check_documents_stay_apart(
+            self._score, vocab_size=self._model.vocab_size, dtype=self._dtype, model_path=model_path
+        )
 
     @property
     def policy_version(self) -> int:
@@ -106,28 +106,20 @@ class OlmoCoreTrainer:
     ) -> StepMetrics:
         """Accumulate gradients of this rank's micro-batches; see `TrainerBackend.forward_backward`."""
         assert self._optimizer is not None, "a frozen trainer has no gradients"
-        parts, failure = [], None
-        for index, batch in enumerate(micro_batches):
-            self._root.set_is_last_backward(index == len(micro_batches) - 1)
-            labels = torch.where(batch.response_mask, batch.labels, IGNORED_LABEL)
-            logprobs, entropy = self._forward(batch.input_ids, labels, batch.doc_ids, batch.position_ids)
-            try:
-                value, metrics = micro_batch_objective(
-                    logprobs,
-                    entropy,
-                    batch.to(self._device),
-                    loss,
-                    loss_denominator=loss_denominator,
-                    correction_cap=self._correction_cap,
-                )
-                parts.append(metrics)
-            except NonFiniteLogprobs as error:
-                # The other ranks are on their way into this backward pass: join it, then fail together.
-                failure, value = failure or str(error), logprobs.sum() * 0
-            value.backward()
-        self._fail_together(failure)
+        metrics = accumulate_gradients(
+            micro_batches,
+            loss,
+            forward=lambda batch: self._forward(
+                batch.input_ids, trained_labels(batch), batch.doc_ids, batch.position_ids
+            ),
+            backward=self._backward,
+            drop=self._optimizer.zero_grad,
+            device=self._device,
+            loss_denominator=loss_denominator,
+            correction_cap=self._correction_cap,
+        )
         self._synchronize()
-        return StepMetrics.merged(parts)
+        return metrics
 
     def optim_step(self) -> StepMetrics:
         """One optimiser step; see `TrainerBackend.optim_step`.
@@ -143,10 +135,7 @@ class OlmoCoreTrainer:
 
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:
         """[B, T] float32 on CPU: log-probability of each token's successor in its document, 0 where there is none."""
-        has_successor = torch.zeros_like(batch.response_mask)
-        has_successor[:, :-1] = (batch.doc_ids[:, 1:] == batch.doc_ids[:, :-1]) & (batch.doc_ids[:, 1:] > 0)
-        labels = torch.where(has_successor, batch.labels, IGNORED_LABEL)
-        return self._score(batch.input_ids, labels, batch.doc_ids, batch.position_ids)
+        return self._score(batch.input_ids, successor_labels(batch), batch.doc_ids, batch.position_ids)
 
     def manifest(self) -> WeightManifest:
         """What `named_weights` yields, in order."""
@@ -240,6 +229,10 @@ class OlmoCoreTrainer:
         zeros = logprobs.new_zeros(is_kept.shape)
         return zeros.masked_scatter(is_kept, logprobs), zeros.masked_scatter(is_kept, entropy)
 
+    def _backward(self, value: torch.Tensor, is_last: bool) -> None:
+        self._root.set_is_last_backward(is_last)
+        value.backward()
+
     @torch.no_grad()
     def _score(
         self, input_ids: torch.Tensor, labels: torch.Tensor, doc_ids: torch.Tensor, position_ids: torch.Tensor
@@ -252,18 +245,6 @@ class OlmoCoreTrainer:
             # here, and the gathered copy would outlive the next load or optimiser step.
             for module, _ in self._units:
                 module.reshard()
-
-    def _fail_together(self, failure: str | None) -> None:
-        """Raise on every rank if any rank failed, so that none is left waiting in the next collective."""
-        any_failed = torch.tensor(failure is not None, dtype=torch.int32, device=self._device)
-        dist.all_reduce(any_failed, dist.ReduceOp.MAX)
-        if not any_failed:
-            return
-        assert self._optimizer is not None
-        self._optimizer.zero_grad()
-        failures: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, failure)
-        raise NonFiniteLogprobs("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text))
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights in manifest order, one FSDP unit after the other."""
@@ -319,46 +300,10 @@ class OlmoCoreTrainer:
             )
         )
 
-    def _check_documents_stay_apart(self) -> None:
-        """Start-up probe, on the real sharded model: two documents in one pack must not see each other."""
-        first, second, padding, vocab = 5, 7, 4, self._model.vocab_size
-        lens = (first, second, padding)
-        ids = torch.cat([torch.arange(3, 3 + length) for length in lens])[None] % vocab
-        other_first = ids.clone()
-        other_first[0, :first] = (other_first[0, :first] + 1) % vocab
-        docs = torch.repeat_interleave(torch.tensor([1, 2, 0]), torch.tensor(lens))[None]
-        positions = torch.cat([torch.arange(length) for length in lens])[None]
-        labels = ids.roll(-1, dims=1)
-        of_second = slice(first, first + second)
-        packed = self._score(ids, labels, docs, positions)[:, of_second]
-        beside_another = self._score(other_first, labels, docs, positions)[:, of_second]
-        alone = self._score(ids[:, of_second], labels[:, of_second], docs[:, of_second], positions[:, of_second])
-        if not packed.isfinite().all():
-            raise DataError(
-                f"{self._folder.path}: the model's log-probabilities are not finite; its weights are broken"
-            )
-        difference = float((packed - alone).abs().max())
-        if not torch.equal(packed, beside_another) or difference > _PROBE_TOLERANCE[self._dtype]:
-            raise GrpoError(
-                f"a document's log-probabilities depend on the document before it in the pack, or differ by "
-                f"{difference:.3g} nats from the document alone: attention or positions cross document boundaries"
-            )
-
     def _synchronize(self) -> None:
         """Wait for the device, so that callers' timers and transfers see finished work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _mesh(device: torch.device, rank: int, world_size: int) -> DeviceMesh:
-    """The data-parallel mesh over the default process group, which one rank makes for itself."""
-    if not dist.is_initialized() and world_size == 1:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
-        found = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "no process group"
-        raise ValueError(f"trainer rank {rank} of {world_size} needs a process group to match, found {found}")
-    return init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
 
 
 def _units(model: torch.nn.Module) -> tuple[tuple[FSDPModule, tuple[str, ...]], ...]:

@@ -18,6 +18,7 @@ from olmo_core.nn.transformer import Transformer
 from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_lib.errors import GrpoError
+from grpo_lib.trainers.labels import document_starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,15 +157,9 @@ class JoinedDocuments:
 
         Raises:
             ValueError: the position ids do not restart at 0 with every run of equal doc ids. OLMo-core derives
-                positions from the lengths and takes no others.
+                positions from the lengths.
         """
-        is_start = torch.ones_like(doc_ids, dtype=torch.bool)
-        is_start[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
-        index = torch.arange(doc_ids.shape[1]).expand_as(doc_ids)
-        expected = index - torch.where(is_start, index, 0).cummax(dim=1).values
-        if not torch.equal(position_ids, expected):
-            row = int((position_ids != expected).any(1).nonzero()[0])
-            raise ValueError(f"row {row}: position_ids do not restart at 0 with every run of equal doc_ids")
+        is_start = document_starts(doc_ids, position_ids)
         is_kept = doc_ids > 0
         if not is_kept.any():
             is_kept[0, 0] = True

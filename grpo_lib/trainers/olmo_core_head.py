@@ -13,8 +13,7 @@ import torch
 from olmo_core.nn.lm_head import LMHead, LMHeadConfig
 
 from grpo_lib.algo.logprobs import token_logprobs
-
-IGNORED_LABEL = -100
+from grpo_lib.trainers.labels import IGNORED_LABEL
 
 
 class TokenLogprobHead(LMHead):

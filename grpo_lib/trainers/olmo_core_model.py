@@ -16,7 +16,12 @@ from olmo_core.nn.attention.backend import AttentionBackendName
 from olmo_core.nn.feed_forward import FeedForwardConfig
 from olmo_core.nn.layer_norm import LayerNormType
 from olmo_core.nn.rope import RoPEScalingConfig, StepwiseRoPEScalingConfig
-from olmo_core.nn.transformer import Transformer, TransformerBlockType, TransformerConfig
+from olmo_core.nn.transformer import (
+    Transformer,
+    TransformerActivationCheckpointingMode,
+    TransformerBlockType,
+    TransformerConfig,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
@@ -196,6 +201,7 @@ def build_sharded(
     temperature: float,
     chunk_tokens: int,
     trainable: bool,
+    activation_checkpointing: bool,
 ) -> Transformer:
     """The folder's model on this rank: fp32 shards, computing in `compute_dtype`, attention inside documents.
 
@@ -207,6 +213,8 @@ def build_sharded(
     model = dataclasses.replace(config, lm_head=head).build(init_device="meta")
     model.requires_grad_(trainable)
     use_document_attention(model)
+    if activation_checkpointing:
+        model.apply_activation_checkpointing(TransformerActivationCheckpointingMode.full)
     model.apply_fsdp(dp_mesh=mesh, param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for module in fsdp_modules(model):
         # FSDP2 divides summed gradients by the number of ranks. Losses here are divided by a denominator that already
@@ -235,7 +243,7 @@ def _load(model: Transformer, folder: HfFolder, mesh: DeviceMesh) -> None:
     assert not unfilled, f"the name map lists tensors that the model lacks: {sorted(unfilled)}"
     expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     if names.tied and TIED_HEAD in folder.names:
-        _check_tied_copy(folder)
+        folder.check_tied_copy(TIED_HEAD, _ROOT_NAMES["embeddings.weight"])
         expected[TIED_HEAD] = expected[names.hf("embeddings.weight")]
     folder.check_tensors(expected)
     for name, parameter in parameters.items():
@@ -250,16 +258,6 @@ def shard_rows(num_rows: int, num_shards: int, shard: int) -> tuple[int, int]:
     """Rows [start, stop) of a shard: `torch.chunk`'s split, which FSDP2 uses; the last shards may be short or empty."""
     size = -(-num_rows // num_shards)
     return min(shard * size, num_rows), min((shard + 1) * size, num_rows)
-
-
-def _check_tied_copy(folder: HfFolder) -> None:
-    """Some exporters write the head of a tied model too; it must then be the embedding matrix."""
-    embeddings = _ROOT_NAMES["embeddings.weight"]
-    if embeddings in folder.names and not torch.equal(folder.tensor(TIED_HEAD), folder.tensor(embeddings)):
-        raise DataError(
-            f"{folder.file_of(TIED_HEAD)}: {TIED_HEAD!r} differs from {embeddings!r}, but config.json says "
-            "tie_word_embeddings; set it to false if the head was trained apart"
-        )
 
 
 def _family(config: Mapping[str, Any]) -> _Family:
