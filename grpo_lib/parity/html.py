@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from grpo_lib.parity.terminal import figure, visible
+from grpo_lib.parity.report import visible
+from grpo_lib.parity.terminal import figure
 
 Row = Mapping[str, Any]
 

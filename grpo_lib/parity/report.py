@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -246,7 +247,7 @@ def _time_rows(rows: Sequence[MetricRow]) -> list[dict[str, object]]:
 
 def render(report: Mapping[str, Any]) -> str:
     """The report of `to_dict` as aligned text, at most 120 columns wide."""
-    checks = report["checks"]
+    checks = [{**check, **{key: visible(check[key]) for key in ("name", "evidence")}} for check in report["checks"]]
     name_width = min(56, max((len(check["name"]) for check in checks), default=len("check")))
     lines = [f"{'verdict':<13}{'check':<{name_width}}  {'value':>10}  {'tolerance':>10}  {'observed':>11}"]
     lines.append("-" * len(lines[0]))
@@ -261,6 +262,14 @@ def render(report: Mapping[str, Any]) -> str:
     counts = {verdict: sum(check["verdict"] == verdict for check in checks) for verdict in ParityVerdict}
     lines += ["", f"{report['verdict']}: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())]
     return "\n".join(lines)
+
+
+def visible(value: object) -> str:
+    """Text with control and direction-changing characters spelled out: models write some of what is shown."""
+    return "".join(
+        c if c == " " or unicodedata.category(c)[0] not in "CZ" else c.encode("unicode_escape").decode("ascii")
+        for c in str(value)
+    )
 
 
 def _figure(value: float | None) -> str:

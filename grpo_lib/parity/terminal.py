@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_lib.parity.report import WIDTH, render
+from grpo_lib.parity.report import WIDTH, render, visible
 
 Row = Mapping[str, Any]
 
@@ -33,9 +32,10 @@ def render_report(report: Mapping[str, Any]) -> str:
 def _table_text(name: str, rows: Sequence[Row]) -> str:
     """A table; one with too many columns continues below, its first column repeated."""
     shown = rows[:_MOST_ROWS]
-    columns = list(dict.fromkeys(column for row in shown for column in row))
-    cells = {column: [_cell(row.get(column)) for row in shown] for column in columns}
-    texts = {column for column in columns if any(isinstance(row.get(column), str) for row in shown)}
+    names = {column: visible(column) for row in shown for column in row}
+    columns = list(names.values())
+    cells = {name: [_cell(row.get(column)) for row in shown] for column, name in names.items()}
+    texts = {name for column, name in names.items() if any(isinstance(row.get(column), str) for row in shown)}
     widths = {column: max(len(column), *map(len, values)) for column, values in cells.items()}
     blocks = []
     for block in _blocks(columns, widths):
@@ -46,7 +46,7 @@ def _table_text(name: str, rows: Sequence[Row]) -> str:
         ]
         blocks.append("\n".join((" " * _GAP).join(line).rstrip() for line in zip(*aligned, strict=True)))
     left_out = [f"… {len(rows) - len(shown)} more rows, see --json or --html"] if len(rows) > len(shown) else []
-    return "\n".join([name.replace("_", " "), *("\n\n".join(blocks)).splitlines(), *left_out])
+    return "\n".join([visible(name.replace("_", " ")), *("\n\n".join(blocks)).splitlines(), *left_out])
 
 
 def _blocks(columns: Sequence[str], widths: Mapping[str, int]) -> list[list[str]]:
@@ -70,11 +70,3 @@ def _cell(value: object) -> str:
 def figure(value: float) -> str:
     """A number for people: whole ones in full, others with four digits."""
     return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:.4g}"
-
-
-def visible(value: object) -> str:
-    """Text with control and direction-changing characters spelled out: models write some of what is shown."""
-    return "".join(
-        c if c == " " or unicodedata.category(c)[0] not in "CZ" else c.encode("unicode_escape").decode("ascii")
-        for c in str(value)
-    )

@@ -17,8 +17,8 @@
 A violation FAILs however little was seen; without a violation, too little evidence is INCONCLUSIVE and never PASS; a
 NaN is a violation.
 
-The rules of a replay stand in `replay_verdicts`, those for two sets of finished runs in `run_verdicts`, each under a table
-like this one.
+The rules of a replay stand in `replay_verdicts`, those for two sets of finished runs in `run_verdicts`, each under a
+table like this one.
 """
 
 from __future__ import annotations
