@@ -8,7 +8,7 @@ Plain data in; what `cards` says of text that a model wrote holds here too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cards import SCHEMA, Card, finite, histogram_spec, pair_table, record_table, step_card, thinned, verdict_table
@@ -18,7 +18,7 @@ from metaflow.plugins.cards.card_modules.card import MetaflowCardComponent
 from grpo_lib.config import ParityConfig
 
 _FLOOR = "floor of "  # prefix of a column of the table `free_running`
-_NOTHING = 1e-12  # where a logarithmic axis shows a distance of 0
+_LINES = ("difference", "noise floor", "tolerance")
 _STEP_COLUMNS = ("step", "pair", "tokens", "max |dlogprob|", "gradient", "weight", "update", "farthest gradient")
 
 Row = Mapping[str, Any]
@@ -44,8 +44,8 @@ def gate_components(parity: Mapping[str, Any], tolerances: ParityConfig) -> list
         Markdown("## Drift\n\nValues above the band of the nights before. A drift warns; it changes no verdict."),
         record_table(tables["drift"]),
         Markdown(
-            "## Lockstep\n\nEach step from the same weights and optimiser state. A difference of 0 is drawn at "
-            f"{_NOTHING:g}."
+            "## Lockstep\n\nEach step from the same weights and optimiser state. What is exactly 0 has no place on a "
+            "logarithmic axis and is not drawn."
         ),
         VegaChart(distance_spec(lockstep_lines(tables["lockstep"], tolerances))),
         record_table([{name: row[name] for name in _STEP_COLUMNS} for row in tables["lockstep"]]),
@@ -53,7 +53,7 @@ def gate_components(parity: Mapping[str, Any], tolerances: ParityConfig) -> list
             "## Free-running\n\nEach trainer on its own way, beside the noise floor: one trainer and itself with "
             "another micro-batch split."
         ),
-        VegaChart(distance_spec(free_lines(tables["free_running"], tolerances))),
+        VegaChart(distance_spec(free_lines(tables["free_running"], tolerances, parity["checks"]))),
         Markdown("## Probe: log-probability differences\n\nTokens by |difference| in nats, both axes logarithmic."),
         VegaChart(histogram_spec(tables["histogram"])),
         pair_table(parity),
@@ -62,48 +62,57 @@ def gate_components(parity: Mapping[str, Any], tolerances: ParityConfig) -> list
     ]
 
 
-def lockstep_lines(rows: Sequence[Row], tolerances: ParityConfig) -> Iterator[Row]:
-    """Points of every quantity that has a tolerance, and the tolerance."""
+def lockstep_lines(rows: Sequence[Row], tolerances: ParityConfig) -> list[Row]:
+    """Points of the distances of log-probabilities, gradients and weights, and their tolerances."""
     limits = {
         "max |dlogprob|": tolerances.replay_max_abs,
         "gradient": tolerances.replay_relative,
         "weight": tolerances.replay_relative,
     }
-    for row in thinned(rows):
-        for name, limit in limits.items():
-            panel = f"{row['pair']}: {name}"
-            yield _point(panel, row["step"], "difference", row[name])
-            yield _point(panel, row["step"], "tolerance", limit)
+    return [
+        _point(f"{row['pair']}: {name}", row["step"], line, value)
+        for row in thinned(rows)
+        for name, limit in limits.items()
+        for line, value in (("difference", row[name]), ("tolerance", limit))
+    ]
 
 
-def free_lines(rows: Sequence[Row], tolerances: ParityConfig) -> Iterator[Row]:
-    """Points of every quantity, its noise floor and, where there is a floor, the largest multiple of it that passes."""
+def free_lines(rows: Sequence[Row], tolerances: ParityConfig, checks: Sequence[Row]) -> list[Row]:
+    """Points of every quantity and its noise floor; where a check holds it to a multiple of the floor, that too."""
+    names = [check["name"] for check in checks]
+    points = []
     for row in thinned(rows):
-        for name in (column.removeprefix(_FLOOR) for column in row if column.startswith(_FLOOR)):
-            panel, floor = f"{row['pair']}: {name}", finite(row[_FLOOR + name])
-            yield _point(panel, row["step"], "difference", row[name])
-            yield _point(panel, row["step"], "noise floor", floor)
-            if floor:
-                yield _point(panel, row["step"], "tolerance", floor * tolerances.noise_factor)
+        for quantity in (column.removeprefix(_FLOOR) for column in row if column.startswith(_FLOOR)):
+            panel, floor = f"{row['pair']}: {quantity}", row[_FLOOR + quantity]
+            points += [_point(panel, row["step"], "difference", row[quantity])]
+            points += [_point(panel, row["step"], "noise floor", floor)]
+            if floor is not None and any(f"{quantity} over noise floor" in name for name in names):
+                points += [_point(panel, row["step"], "tolerance", floor * tolerances.noise_factor)]
+    return points
 
 
 def _point(panel: str, step: int, line: str, value: object) -> Row:
-    return {"panel": panel, "step": step, "line": line, "value": finite(value)}
+    return {"panel": panel, "step": step, "line": line, "value": finite(value) or None}
 
 
-def distance_spec(points: Iterator[Row]) -> dict[str, Any]:
-    """Vega-Lite lines over steps, one panel per quantity; a value that is no number leaves a gap."""
-    values = [{**point, "value": point["value"] or _NOTHING} for point in points if point["value"] is not None]
+def distance_spec(points: Sequence[Row]) -> dict[str, Any]:
+    """Vega-Lite lines over steps, one panel per quantity; what is 0 or no number leaves a gap."""
     return {
         "$schema": SCHEMA,
         "height": 110,
         "width": 600,
-        "data": {"values": values},
+        "data": {"values": [point for point in points if point["value"] is not None]},
         "mark": {"type": "line", "tooltip": True, "point": True},
         "encoding": {
             "x": {"field": "step", "type": "quantitative", "axis": {"tickMinStep": 1}},
-            "y": {"field": "value", "type": "quantitative", "scale": {"type": "log"}, "axis": {"format": ".0e"}},
-            "color": {"field": "line", "type": "nominal"},
+            "y": {
+                "field": "value",
+                "type": "quantitative",
+                "scale": {"type": "log"},
+                "axis": {"format": ".0e", "tickCount": 5},
+                "title": None,
+            },
+            "color": {"field": "line", "type": "nominal", "scale": {"domain": _LINES}, "title": None},
             "facet": {"field": "panel", "type": "nominal", "columns": 1, "title": None},
         },
         "resolve": {"scale": {"y": "independent"}},

@@ -63,7 +63,7 @@ class ParityFlow(FlowSpec):
         )
         self.config, self.lineage, self.backends = self.setup.run.config, self.setup.run.lineage, self.setup.trainers
         self.paths = begin.record(self.setup.run, f"{current.flow_name}/{current.run_id}")
-        current.run.add_tags(["parity", *(f"trainer:{name}" for name in self.backends)])
+        current.run.add_tags(self.tags())
         self.next(self.rollouts)
 
     @users_mistakes
@@ -139,7 +139,7 @@ class ParityFlow(FlowSpec):
         )
         self.parity, self.drift_lines, self.seconds = report.parity, report.drift_lines, report.seconds
         gate_card(report.parity, self.config.parity)
-        current.run.add_tag(f"verdict:{self.parity['verdict']}")
+        current.run.add_tags([*self.tags(), f"verdict:{self.parity['verdict']}"])
         self.next(self.compare)
 
     @users_mistakes
@@ -169,6 +169,10 @@ class ParityFlow(FlowSpec):
         print(*self.drift_lines, sep="\n")
         print(f"\ngate card:  python flows/parity_flow.py card view {current.run_id}/gate --id gate")
         gate(self.parity)
+
+    def tags(self) -> list[str]:
+        """By which nights are found; a resumed run does not inherit them."""
+        return ["parity", *(f"trainer:{name}" for name in self.backends)]
 
 
 if __name__ == "__main__":
