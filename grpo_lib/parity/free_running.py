@@ -1,8 +1,8 @@
 """Free-running replay: a trainer takes the stored steps one after the other, carrying its own weights along.
 
 Training amplifies rounding, so two correct trainers part, and by how much depends on model, data and learning rate.
-The yardstick is therefore measured in place: the same backend against itself, with the same samples in another number
-of micro-batches. That changes the order of sums and nothing else.
+The yardstick, the noise floor, is therefore measured in place: each backend against itself, with the same samples in
+other numbers of micro-batches. That changes the order of sums and nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Split(StrEnum):
     """How a step is cut into micro-batches."""
 
     CONFIGURED = "configured"
-    OTHER = "other"  # into another number of them
+    HALVES = "halves"  # of the packs that a configured micro-batch has; pairs where it is a single pack
+    SINGLES = "singles"  # one pack each: the order of sums that is farthest from the configured one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,7 +100,7 @@ def free_running(
 
     Args:
         folder: Existing folder that the driver and all ranks see.
-        split: `OTHER` gives the yardstick.
+        split: Any other than the configured one is for the noise floor.
 
     Raises:
         ValueError: a step cannot be cut into another number of micro-batches.
@@ -109,8 +110,8 @@ def free_running(
         plan = loop.plan_rollouts(config, trainer.num_ranks, batch.rollouts)
         if plan is None:
             continue
-        if split is Split.OTHER:
-            plan = other_split(config, batch, plan)
+        if split is not Split.CONFIGURED:
+            plan = resplit(config, batch, plan, split)
         taken.append(_take(trainer, batch.step, plan, config, folder / f"step-{batch.step:06d}"))
     return Trajectory(name=trainer.name, split=split, steps=tuple(taken))
 
@@ -136,26 +137,38 @@ def _take(trainer: ReplayTrainer, step: int, plan: StepPlan, config: RunConfig, 
     )
 
 
-def other_split(config: RunConfig, batch: ReplayBatch, plan: StepPlan) -> StepPlan:
-    """The same samples in about twice as many micro-batches, or in half as many where each is a single pack already.
+def noise_splits(config: RunConfig, num_ranks: int, steps: Sequence[ReplayBatch]) -> tuple[Split, ...]:
+    """The splits that the noise floor is measured with; `SINGLES` only where it differs from `HALVES`."""
+    plans = [loop.plan_rollouts(config, num_ranks, batch.rollouts) for batch in steps]
+    widest = max((_packs(plan) for plan in plans if plan is not None), default=1)
+    return (Split.HALVES, Split.SINGLES) if widest > 2 else (Split.HALVES,)
+
+
+def resplit(config: RunConfig, batch: ReplayBatch, plan: StepPlan, split: Split) -> StepPlan:
+    """The same samples on the same ranks, in another number of micro-batches.
 
     Raises:
         ValueError: a rank has one pack in all, so there is only one way to cut it.
     """
-    num_micro_batches, width = len(plan.micro_batches[0]), plan.micro_batches[0][0].num_rows
+    packs = _packs(plan)
     other = plan_step(
         loop.trainable_samples(config, batch.rollouts),
         num_ranks=len(plan.micro_batches),
         pack_length=config.trainer.pack_length,
-        micro_batch_packs=-(-width // 2) if width > 1 else 2,
+        micro_batch_packs=2 if packs == 1 else 1 if split is Split.SINGLES else math.ceil(packs / 2),
     )
-    if len(other.micro_batches[0]) == num_micro_batches:
+    if len(other.micro_batches[0]) == len(plan.micro_batches[0]):
         raise ValueError(
             f"step {batch.step} gives each of {len(plan.micro_batches)} ranks one pack of trainer.pack_length "
             f"({config.trainer.pack_length}) tokens: there is no other split to measure the noise floor with; replay "
             "with a smaller trainer.pack_length or fewer trainer.num_ranks, or steps with more rollouts"
         )
     return other
+
+
+def _packs(plan: StepPlan) -> int:
+    """Of each micro-batch."""
+    return plan.micro_batches[0][0].num_rows
 
 
 def compare_trajectories(a: Trajectory, b: Trajectory, *, cap: float, read: StateReader) -> tuple[FreeStep, ...]:
@@ -210,17 +223,17 @@ QUANTITIES: Mapping[str, Callable[[FreeStep], float]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeRunning:
-    """Two trainers on their own ways, and each of them against itself with another split."""
+    """Two trainers on their own ways, and each of them against itself with other splits."""
 
     steps: tuple[FreeStep, ...]
     floors: tuple[tuple[FreeStep, ...], ...]
 
     @property
-    def label(self) -> str:
+    def pair(self) -> str:
         return f"{self.steps[0].name_a} vs {self.steps[0].name_b}"
 
     def floor(self, quantity: str) -> tuple[float, ...]:
-        """Noise floor of each step: the largest difference of any backend with itself up to that step.
+        """Noise floor of each step: the largest difference of either backend with itself up to that step.
 
         Single steps scatter: two trajectories that have parted may agree by chance on the tokens of one step. How far
         they have parted does not shrink, so the largest so far is taken.

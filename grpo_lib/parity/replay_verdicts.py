@@ -13,7 +13,7 @@
 | lockstep: gradient, its norm, weights | worst step, relative L2 | `parity.replay_relative` | `parity.replay_steps` |
 | lockstep: update | worst step, relative L2 | 1000 x `parity.replay_relative` | `parity.replay_steps` |
 | lockstep: fp32 master weights | share of moved weights that bfloat16 holds | 0.01 | 1 side that moved |
-| free-running: max, mean logprob diff., weights | multiple of floor | `parity.noise_factor` | `parity.replay_steps` |
+| free-running: mean logprob difference, weights | multiple of floor | `parity.noise_factor` | `parity.replay_steps` |
 | free-running: weights at the end | relative L2 | `parity.free_weight_relative` | `parity.replay_steps` |
 
 A step is all evidence of one optimiser step: every trained token and every weight. Where the noise floor is still 0,
@@ -96,9 +96,10 @@ LOCKSTEP_RULES = (
     ),
 )
 
-# Quantities of free-running that have a rule, and the tolerance of lockstep that stands in for a floor of 0.
+# Quantities of free-running that have a rule, and the tolerance of lockstep that stands in for a floor of 0. The
+# largest logprob difference has none, because one token decides it: the embedded model was up to 3.7 of its own floors
+# from itself there, but 2.2 in the mean and 1.1 in the weights (8 splits against the floor of two others, 20 steps).
 _FLOOR_RULES: Mapping[str, Callable[[ParityConfig], float]] = {
-    "max |dlogprob|": lambda config: config.replay_max_abs,
     "mean |dlogprob|": lambda config: config.replay_max_abs,
     "relative weight distance": lambda config: config.replay_relative,
 }
@@ -136,23 +137,23 @@ def lockstep_checks(
     Args:
         stored: Step → hash of its table as it is stored now.
     """
-    label = f"lockstep {steps[0].name_a} vs {steps[0].name_b}"
+    pair = f"{steps[0].name_a} vs {steps[0].name_b}"
+    changed = [step for step in steps if stored.get(step.step) != step.content_digest]
     return [
-        *_record_checks(label, steps, trainer, [s for s in steps if stored.get(s.step) != s.content_digest]),
-        *(_worst_step(f"{label}: {rule.label}", rule, steps, config) for rule in LOCKSTEP_RULES),
-        _master_check(label, steps),
+        *_record_checks("lockstep", pair, steps, trainer, changed),
+        *(_worst_step(f"lockstep: {rule.label}, {pair}", rule, steps, config) for rule in LOCKSTEP_RULES),
+        _master_check(f"lockstep: fp32 master weights, {pair}", steps),
     ]
 
 
 def free_checks(free: FreeRunning, config: ParityConfig, trainer: TrainerConfig) -> list[ParityCheck]:
     """Two trainers on their own ways, in multiples of the noise floor."""
-    label = f"free-running {free.label}"
     last = free.steps[-1]
     return [
-        *_record_checks(label, free.steps, trainer, []),
-        *(_floor_check(label, quantity, free, config) for quantity in _FLOOR_RULES),
+        *_record_checks("free-running", free.pair, free.steps, trainer, []),
+        *(_floor_check(quantity, free, config) for quantity in _FLOOR_RULES),
         check(
-            f"{label}: relative weight distance after the last step",
+            f"free-running: weights after the last step, {free.pair}",
             last.weight.whole.relative,
             config.free_weight_relative,
             num_observations=len(free.steps),
@@ -172,26 +173,26 @@ def multiples(free: FreeRunning, quantity: str, unmeasured: float) -> list[float
     return [value / (floor or unmeasured) for value, floor in zip(values, free.floor(quantity), strict=True)]
 
 
-def _floor_check(label: str, quantity: str, free: FreeRunning, config: ParityConfig) -> ParityCheck:
+def _floor_check(quantity: str, free: FreeRunning, config: ParityConfig) -> ParityCheck:
     tolerance = _FLOOR_RULES[quantity](config)
     found = multiples(free, quantity, tolerance / config.noise_factor)
     worst = max(range(len(found)), key=lambda index: _badness(found[index]))
     floors, step = free.floor(quantity), free.steps[worst]
     unmeasured = sum(floor == 0 for floor in floors)
-    where = step.pair.worst if quantity == "max |dlogprob|" else _farthest(step.weight)
     return check(
-        f"{label}: {quantity} over noise floor",
+        f"free-running: {quantity} over noise floor, {free.pair}",
         found[worst],
         config.noise_factor,
         num_observations=len(found),
         needed=config.replay_steps,
-        evidence=f"step {step.step}: {QUANTITIES[quantity](step):.3g} at a floor of {floors[worst]:.3g}, {where}"
+        evidence=f"step {step.step}: {QUANTITIES[quantity](step):.3g} at a floor of {floors[worst]:.3g}; weights: "
+        f"{_farthest(step.weight)}"
         + (f"; {unmeasured} steps without a floor held to {tolerance:g}" if unmeasured else ""),
     )
 
 
 def _record_checks(
-    label: str, steps: Sequence[AnyStep], trainer: TrainerConfig, changed: Sequence[AnyStep]
+    mode: str, pair: str, steps: Sequence[AnyStep], trainer: TrainerConfig, changed: Sequence[AnyStep]
 ) -> list[ParityCheck]:
     """Inputs, optimiser steps and learning rates of both sides."""
     unequal = [f"step {step.step}" for step in steps if step.inputs_a != step.inputs_b]
@@ -200,7 +201,7 @@ def _record_checks(
     rates = max(steps, key=lambda step: _badness(_relative(step.learning_rate_a, step.learning_rate_b)))
     return [
         check(
-            f"{label}: identical inputs",
+            f"{mode}: identical inputs, {pair}",
             len(unequal),
             0.0,
             num_observations=len(steps),
@@ -208,16 +209,16 @@ def _record_checks(
             evidence=listed(unequal) if unequal else f"sha256 of the first {steps[0].inputs_b}",
         ),
         check(
-            f"{label}: one optimiser step per step",
+            f"{mode}: one optimiser step per step, {pair}",
             len(broken),
             0.0,
             num_observations=len(steps),
             needed=1,
             evidence=listed(broken) if broken else f"{len(steps):,} steps, weights moved on both sides",
         ),
-        *(_side_schedule(label, side, steps, trainer) for side in "ab"),
+        *(_side_schedule(mode, side, steps, trainer) for side in "ab"),
         check(
-            f"{label}: learning rate is equal",
+            f"{mode}: learning rate is equal, {pair}",
             _relative(rates.learning_rate_a, rates.learning_rate_b),
             _EQUAL_RATES,
             num_observations=len(steps),
@@ -227,7 +228,7 @@ def _record_checks(
     ]
 
 
-def _side_schedule(label: str, side: str, steps: Sequence[AnyStep], trainer: TrainerConfig) -> ParityCheck:
+def _side_schedule(mode: str, side: str, steps: Sequence[AnyStep], trainer: TrainerConfig) -> ParityCheck:
     rows = [
         {
             "step": step.step,
@@ -239,7 +240,7 @@ def _side_schedule(label: str, side: str, steps: Sequence[AnyStep], trainer: Tra
     ]
     name = getattr(steps[0], f"name_{side}")
     found = schedule_check(rows, trainer)
-    return replace(found, name=f"{label}: {found.name}, {name} ({side})")
+    return replace(found, name=f"{mode}: {found.name}, {name} ({side})")
 
 
 def _broken_steps(step: AnyStep) -> Iterable[str]:
@@ -266,17 +267,17 @@ def _worst_step(name: str, rule: StepRule, steps: Sequence[ReplayStep], config: 
     )
 
 
-def _master_check(label: str, steps: Sequence[ReplayStep]) -> ParityCheck:
+def _master_check(name: str, steps: Sequence[ReplayStep]) -> ParityCheck:
     """A side that moved nothing has no share; that it did not move is another check's finding."""
     shares = [
-        (share, f"{name} in step {step.step}")
+        (share, f"{trainer} in step {step.step}")
         for step in steps
-        for name, share in ((step.name_a, step.bf16_share_a), (step.name_b, step.bf16_share_b))
+        for trainer, share in ((step.name_a, step.bf16_share_a), (step.name_b, step.bf16_share_b))
         if not math.isnan(share)
     ]
     share, where = max(shares, default=(math.nan, "nothing moved"))
     return check(
-        f"{label}: fp32 master weights",
+        name,
         share,
         _BFLOAT16_SHARE,
         num_observations=len(shares),

@@ -64,7 +64,8 @@ REPLAY_LIMITS: Mapping[str, str] = {
     "either direction.",
     "free-running": "Rounding is amplified: differences grow by orders of magnitude with steps and learning rate. "
     "Within the noise floor nothing is shown to be equal, only not to differ more than a trainer does from itself.",
-    "noise floor": "One other micro-batch split, so one draw of an amplified quantity; a multiple of 2 may be chance.",
+    "noise floor": "A few draws of an amplified quantity: a backend may be two of its own floors from itself by "
+    "chance. The largest logprob difference hangs on one token and scatters more, so it is shown without a verdict.",
     "identical inputs": "Hashes are of what the trainer was handed. What it makes of them shows in the distances only.",
 }
 
@@ -109,7 +110,7 @@ def replay_report(
         audits: Of every stored step from the first to the last that was replayed.
         stored: Step → hash of its table as it is stored now.
     """
-    trained = {step.step for steps in (*lockstep, *(one.steps for one in free)) for step in steps}
+    given = {step.step: step.inputs_b for steps in (*lockstep, *(one.steps for one in free)) for step in steps}
     checks = [
         *input_checks(audits),
         *(c for steps in lockstep for c in lockstep_checks(steps, config.parity, config.trainer, stored=stored)),
@@ -118,8 +119,9 @@ def replay_report(
     tables = {
         "lockstep": [_lockstep_row(step) for steps in lockstep for step in steps],
         "free_running": [row for one in free for row in _free_rows(one)],
-        "steps": [
-            {"step": step, "trained": step in trained, "content_digest": digest} for step, digest in stored.items()
+        "inputs": [
+            {"step": step, "trained": step in given, "stored_table": digest, "samples": given.get(step, "")}
+            for step, digest in stored.items()
         ],
         "limits": _limit_rows(REPLAY_LIMITS),
     }
@@ -150,13 +152,13 @@ def _lockstep_row(step: ReplayStep) -> dict[str, object]:
         "lr b": step.learning_rate_b,
         "bf16 share a": step.bf16_share_a,
         "bf16 share b": step.bf16_share_b,
-        "inputs": step.inputs_b,
+        "identical inputs": step.inputs_a == step.inputs_b,
     }
 
 
 def _free_rows(free: FreeRunning) -> list[dict[str, object]]:
     """One row per step: each difference beside the noise floor it is measured by."""
-    rows: list[dict[str, object]] = [{"step": step.step, "pair": free.label} for step in free.steps]
+    rows: list[dict[str, object]] = [{"step": step.step, "pair": free.pair} for step in free.steps]
     for quantity, measure in QUANTITIES.items():
         for row, step, floor in zip(rows, free.steps, free.floor(quantity), strict=True):
             row |= {quantity: measure(step), f"floor of {quantity}": floor}

@@ -23,7 +23,7 @@ from grpo_lib import loop
 from grpo_lib.config import RunConfig, with_overrides
 from grpo_lib.data.files import storage_errors
 from grpo_lib.errors import ConfigError, DataError
-from grpo_lib.parity.free_running import FreeRunning, FreeStep, Split, compare_trajectories, free_running
+from grpo_lib.parity.free_running import FreeRunning, FreeStep, Split, compare_trajectories, free_running, noise_splits
 from grpo_lib.parity.replay import ReplayStep
 from grpo_lib.parity.replay import lockstep as replay_in_lockstep
 from grpo_lib.parity.replay_inputs import ReplayBatch, audit_inputs
@@ -43,7 +43,7 @@ class FreeMeasurement:
 
     trainer: str
     configured: str  # folder of the trajectory with the configured micro-batches
-    other: str  # with another number of them: against the first one, the noise floor
+    others: tuple[str, ...]  # with other numbers of them: against the first one, the noise floor
 
 
 def run(
@@ -61,7 +61,7 @@ def run(
 
     Raises:
         ConfigError: an unknown trainer or mode, or fewer than two trainers.
-        DataError: the run stored too few steps.
+        DataError: the run's record has no steps with trainable tokens, or not from step 1 on.
     """
     if len(trainers) < 2 or set(modes) - set(MODES) or not modes:
         raise ConfigError([f"replay of {list(trainers)} in {list(modes)}: give two trainers, and modes of {MODES}"])
@@ -96,7 +96,7 @@ def lockstep(run: StoredRun, *, leader: str, follower: str, steps: int | None = 
 
 
 def measure(run: StoredRun, *, trainer: str, folder: Path, steps: int | None = None) -> FreeMeasurement:
-    """One trainer's own way through the stored steps, twice: as configured, and with another micro-batch split.
+    """One trainer's own way through the stored steps: as configured, and again with other micro-batch splits.
 
     Args:
         trainer: Backend.
@@ -108,16 +108,17 @@ def measure(run: StoredRun, *, trainer: str, folder: Path, steps: int | None = N
     """
     config = with_backend(run.config, trainer)
     batches = stored_batches(run, steps)
-    folders = {split: folder / split for split in (Split.CONFIGURED, Split.OTHER)}
-    with storage_errors(folder, setting=_SETTING):
-        for path in folders.values():
-            path.mkdir(parents=True)
+    splits = (Split.CONFIGURED, *noise_splits(config, config.trainer.num_ranks, batches))
     with live_trainer(config, model_path=run.model_path) as (live, _), _scratch(run) as scratch:
         live.dump_state(scratch, TRAINING_STATE)
-        for split, path in folders.items():
+        for split in splits:
+            with storage_errors(folder / split, setting=_SETTING):
+                (folder / split).mkdir(parents=True)
             live.restore_state(scratch)
-            write_trajectory(path, free_running(live, batches, config=config, folder=path, split=split))
-    return FreeMeasurement(trainer=trainer, configured=str(folders[Split.CONFIGURED]), other=str(folders[Split.OTHER]))
+            trajectory = free_running(live, batches, config=config, folder=folder / split, split=split)
+            write_trajectory(folder / split, trajectory)
+    configured, *others = (str(folder / split) for split in splits)
+    return FreeMeasurement(trainer=trainer, configured=configured, others=tuple(others))
 
 
 def judge(
@@ -200,7 +201,7 @@ def _by_pair(steps: Sequence[ReplayStep]) -> list[list[ReplayStep]]:
 
 
 def _compare(config: RunConfig, reference: FreeMeasurement, other: FreeMeasurement) -> FreeRunning:
-    """`other` against `reference`, and each of them against itself with another split."""
+    """`other` against `reference`, and each of them against itself with other splits."""
     cap = config.algorithm.correction_cap
 
     def steps(a: str, b: str) -> tuple[FreeStep, ...]:
@@ -208,7 +209,7 @@ def _compare(config: RunConfig, reference: FreeMeasurement, other: FreeMeasureme
 
     return FreeRunning(
         steps=steps(other.configured, reference.configured),
-        floors=tuple(steps(one.other, one.configured) for one in (reference, other)),
+        floors=tuple(steps(split, one.configured) for one in (reference, other) for split in one.others),
     )
 
 
