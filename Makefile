@@ -13,10 +13,11 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup run check test lock clean help
+.PHONY: setup run parity check test lock clean help
 
 help:
 	@sed -n '1,3s/^# *//p' Makefile
+	@echo "  make parity the nightly gate: both trainers on the same rollouts, one verdict"
 	@echo "  make check  ruff, format, pyright and the layer tests"
 	@echo "  make lock   resolve requirements/cpu.in into requirements/cpu.lock"
 	@echo "  make clean  remove the environment and everything runs wrote"
@@ -43,6 +44,9 @@ $(VENV)/.package: $(VENV)/.dependencies pyproject.toml
 
 run: setup
 	$(BIN)/python flows/grpo_flow.py run --trainer olmo_core $(ARGS)
+
+parity: setup
+	$(BIN)/python flows/parity_flow.py run $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
