@@ -94,19 +94,19 @@ class ParityFlow(FlowSpec):
         from grpo_lib.stages import parity_gate
 
         self.measured = parity_gate.measure(self.config, self.paths, self.frozen, trainer=self.input)
-        self.next(self.probe)
+        self.next(self.join)
 
     @users_mistakes
     @pool("gpu")
     @step
-    def probe(self, inputs):
-        """All scorers of the same tokens against each other; refuses trainers that read different rollouts."""
+    def join(self, inputs):
+        """Scores and trajectories against each other; trainers that read different rollouts are refused."""
         from grpo_lib.stages import parity_gate
 
         self.measurements = [branch.measured for branch in inputs]
         self.config = inputs[0].config  # equal in all branches, but pickled anew by each, and not to the same bytes
         self.merge_artifacts(inputs, exclude=["measured"])
-        self.probed = parity_gate.probe(self.config, self.paths, self.frozen, measurements=self.measurements)
+        self.joined = parity_gate.join(self.config, self.paths, self.frozen, measurements=self.measurements)
         self.next(self.lockstep)
 
     @users_mistakes
@@ -134,7 +134,7 @@ class ParityFlow(FlowSpec):
             run_id=current.run.pathspec,
             lineage=self.lineage,
             measurements=self.measurements,
-            probe=self.probed,
+            joined=self.joined,
             lockstep=self.replayed,
         )
         self.parity, self.drift_lines, self.seconds = report.parity, report.drift_lines, report.seconds

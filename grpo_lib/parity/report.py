@@ -71,13 +71,13 @@ REPLAY_LIMITS: Mapping[str, str] = {
 
 
 def probe_report(
-    config: RunConfig, *, pairs: Sequence[PairStatistics], metrics: Sequence[MetricRow], engine_scores: bool
+    config: RunConfig, *, pairs: Sequence[PairStatistics], metrics: Sequence[MetricRow] | None, engine_scores: bool
 ) -> ParityReport:
     """Only the checks of scorers on stored tokens.
 
     Args:
         pairs: From `probe`.
-        metrics: Of the run, for the clip counts of its steps.
+        metrics: Of the run, for the clip counts of its steps; None where these are not asked for.
         engine_scores: False where the engine cannot score as it samples, so that its own pair is not asked for.
     """
     checks = pair_checks(pairs, config.parity)

@@ -128,13 +128,21 @@ def nan_check(pairs: Sequence[PairStatistics]) -> ParityCheck:
     )
 
 
-def clip_checks(pairs: Sequence[PairStatistics], rows: Sequence[MetricRow], config: ParityConfig) -> list[ParityCheck]:
-    """Clipped importance weights: trainers against the stored tokens, and the steps of the run itself."""
+def clip_checks(
+    pairs: Sequence[PairStatistics], rows: Sequence[MetricRow] | None, config: ParityConfig
+) -> list[ParityCheck]:
+    """Clipped importance weights: trainers against the stored tokens, and the steps of the run itself.
+
+    Args:
+        rows: None leaves the run's steps out.
+    """
     checks = [
         _clip_check(f"tis_clipfrac, {pair.name_a} on stored tokens", pair.tis_clip_count, pair.num_tokens, config)
         for pair in pairs
         if pair.name_b == ENGINE_DECODE and not _is_self(pair)
     ]
+    if rows is None:
+        return checks
     applied = _applied(rows)
     count = sum(int(row.get("mismatch/tis_clip_count") or 0) for row in applied)
     tokens = sum(int(row.get("batch/trained_tokens") or 0) for row in applied)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_lib.config import RunConfig
+from grpo_lib.parity.free_running import FreeRunning
 from grpo_lib.parity.replay import ReplayStep
 from grpo_lib.stages import frozen_rollouts, parity_history, parity_probe, parity_replay
 from grpo_lib.stages.frozen_rollouts import FrozenRollouts
@@ -30,10 +31,11 @@ class TrainerMeasurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """Every pair of scorers under the weights that sampled the probe rollouts."""
+class Joined:
+    """The trainers against each other, as far as no process is needed."""
 
-    parity: dict[str, Any]  # `parity.report.to_dict`
+    probe: dict[str, Any]  # `parity.report.to_dict`: every pair of scorers under the weights that sampled
+    free: tuple[FreeRunning, ...]
     seconds: float
 
 
@@ -69,10 +71,10 @@ def measure(config: RunConfig, paths: RunPaths, frozen: FrozenRollouts, *, train
     )
 
 
-def probe(
+def join(
     config: RunConfig, paths: RunPaths, frozen: FrozenRollouts, *, measurements: Sequence[TrainerMeasurement]
-) -> Probe:
-    """Engine, trainers and a plain forward on the probe rollouts.
+) -> Joined:
+    """Judge the scores, a plain forward's among them, compare the trajectories, and remove their dumps.
 
     Raises:
         DataError: a trainer read other rollouts than the frozen ones.
@@ -82,8 +84,12 @@ def probe(
     run = frozen.open(config)
     engine = [] if frozen.engine_score is None else [frozen.engine_score]
     plain = parity_probe.measure(run, scorer=parity_probe.PLAIN, folder=paths.store)
-    judged = parity_probe.judge(run, [*engine, *(one.score for one in measurements), plain])
-    return Probe(parity=judged, seconds=time.perf_counter() - started)
+    scores = [*engine, *(one.score for one in measurements), plain]
+    # The gate is about the trainers: what the run that sampled did in its own steps is for that run's report.
+    probe = parity_probe.judge(run, scores, training_steps=False)
+    free = parity_replay.compare(run, [one.free for one in measurements])
+    clear(paths.replay)
+    return Joined(probe=probe, free=free, seconds=time.perf_counter() - started)
 
 
 def lockstep(config: RunConfig, frozen: FrozenRollouts, *, trainers: Sequence[str]) -> Lockstep:
@@ -103,31 +109,27 @@ def report(
     run_id: str,
     lineage: Mapping[str, Any],
     measurements: Sequence[TrainerMeasurement],
-    probe: Probe,
+    joined: Joined,
     lockstep: Lockstep,
 ) -> GateReport:
-    """Judge everything, write the report and the night down, and remove the dumps. Nothing is raised for a FAIL."""
+    """The verdict; the report and the night are written down. Nothing is raised for a FAIL."""
     started = time.perf_counter()
-    replayed = parity_replay.judge(
-        frozen.open(config), lockstep=lockstep.steps, measurements=[one.free for one in measurements]
-    )
-    parity = _joined(replayed, probe.parity)
+    parity = _merged(parity_replay.judge(frozen.open(config), lockstep=lockstep.steps, free=joined.free), joined.probe)
+    trainers = [one.trainer for one in measurements]
     seconds = {
         "rollouts": frozen.seconds,
         **{f"measure {one.trainer}": one.seconds for one in measurements},
-        "probe": probe.seconds,
+        "join": joined.seconds,
         "lockstep": lockstep.seconds,
         "judge": time.perf_counter() - started,
     }
-    trainers = [one.trainer for one in measurements]
     night = parity_history.run(config, parity, run_id=run_id, trainers=trainers, lineage=lineage, seconds=seconds)
     parity["tables"]["drift"] = night.drift
     write_parity(paths, parity)
-    clear(paths.replay)
     return GateReport(parity=parity, drift_lines=night.lines, seconds=seconds)
 
 
-def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """Two reports of `to_dict` as one; a row that stands in both tables of a name stands once."""
     verdicts = {first["verdict"], second["verdict"]}
     worst = next(

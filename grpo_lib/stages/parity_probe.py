@@ -95,11 +95,12 @@ def measure(run: StoredRun, *, scorer: str, folder: Path) -> ScorerMeasurement:
     )
 
 
-def judge(run: StoredRun, measurements: Sequence[ScorerMeasurement]) -> dict[str, Any]:
+def judge(run: StoredRun, measurements: Sequence[ScorerMeasurement], *, training_steps: bool = True) -> dict[str, Any]:
     """One report over every pair of scorers, the engine's own log-probabilities as stored among them.
 
     Args:
         measurements: In any number and order; of two scorers the earlier one is the reference.
+        training_steps: Whether the clip counts of the run's own steps are judged too.
 
     Returns:
         `parity.report.to_dict` of the report.
@@ -114,5 +115,5 @@ def judge(run: StoredRun, measurements: Sequence[ScorerMeasurement]) -> dict[str
         policy_version=run.policy_version,
         cap=run.config.algorithm.correction_cap,
     )
-    report = probe_report(run.config, pairs=pairs, metrics=run.metrics(), engine_scores=can_score(run.config))
-    return to_dict(report)
+    metrics = run.metrics() if training_steps else None
+    return to_dict(probe_report(run.config, pairs=pairs, metrics=metrics, engine_scores=can_score(run.config)))

@@ -4,7 +4,8 @@
 
     lockstep(run, leader=…, follower=…)                      two trainers side by side in one cluster
     measure(run, trainer=…, folder=…)  once per trainer      one trainer alone; leaves files in `folder`
-    judge(run, lockstep=…, measurements=[…])                 starts nothing
+    compare(run, [measurement, …])                           starts nothing; the files may go afterwards
+    judge(run, lockstep=…, free=…)                           starts nothing
 
 Everything starts from the base model and takes the run's steps from 1 on.
 """
@@ -80,7 +81,7 @@ def run(
             if "free" in modes
             else []
         )
-        return judge(run, lockstep=replayed, measurements=measurements)
+        return judge(run, lockstep=replayed, free=compare(run, measurements))
 
 
 def lockstep(run: StoredRun, *, leader: str, follower: str, steps: int | None = None) -> tuple[ReplayStep, ...]:
@@ -100,7 +101,7 @@ def measure(run: StoredRun, *, trainer: str, folder: Path, steps: int | None = N
 
     Args:
         trainer: Backend.
-        folder: Is created, or emptied by the caller before; a dump of the weights per step stays there until `judge`.
+        folder: Is created, or emptied by the caller before; a dump of the weights per step stays there until `compare`.
         steps: As for `run`.
 
     Raises:
@@ -121,20 +122,25 @@ def measure(run: StoredRun, *, trainer: str, folder: Path, steps: int | None = N
     return FreeMeasurement(trainer=trainer, configured=configured, others=tuple(others))
 
 
-def judge(
-    run: StoredRun, *, lockstep: Sequence[ReplayStep] = (), measurements: Sequence[FreeMeasurement] = ()
-) -> dict[str, Any]:
+def compare(run: StoredRun, measurements: Sequence[FreeMeasurement]) -> tuple[FreeRunning, ...]:
+    """What the trajectories say, tensor by tensor; their folders are not needed any more. Starts no process.
+
+    Args:
+        measurements: The leader's first; each later one is compared with it.
+    """
+    return tuple(_compare(run.config, measurements[0], other) for other in measurements[1:])
+
+
+def judge(run: StoredRun, *, lockstep: Sequence[ReplayStep] = (), free: Sequence[FreeRunning] = ()) -> dict[str, Any]:
     """One report of what was replayed; starts no process.
 
     Args:
         lockstep: From `lockstep`, of any number of pairs.
-        measurements: From `measure`, the leader's first; each later one is compared with it. What is left out is not
-            checked.
+        free: From `compare`. What is left out is not checked.
 
     Returns:
         `parity.report.to_dict` of the report.
     """
-    free = [_compare(run.config, measurements[0], other) for other in measurements[1:]]
     taken = {step.step for step in lockstep} | {step.step for pair in free for step in pair.steps}
     if not taken:
         raise ValueError("nothing was replayed, so there is nothing to judge")

@@ -72,7 +72,7 @@ class RunPaths:
 
     @property
     def replay(self) -> Path:
-        """Dumps of the nightly gate, gone once it has judged them."""
+        """Dumps of the nightly gate, gone once it has compared them."""
         return self.run / "replay"
 
     @property

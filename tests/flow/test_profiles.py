@@ -108,7 +108,7 @@ def test_the_schedule_reaches_the_deployment(template: dict[str, Any]) -> None:
 
 def test_the_gate_is_deployed_with_its_schedule_and_both_trainers_at_once(nightly: dict[str, Any]) -> None:
     assert "0 3 * * *" in json.dumps(nightly["metadata"])
-    for name in ("rollouts", "measure", "probe", "lockstep"):
+    for name in ("rollouts", "measure", "join", "lockstep"):
         assert container(nightly, name)["container"]["resources"]["limits"]["nvidia.com/gpu"] == "8"
     for name in ("start", "gate", "compare", "end"):
         assert "nvidia.com/gpu" not in container(nightly, name)["container"]["resources"]["limits"]
