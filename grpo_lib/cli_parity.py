@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -148,11 +149,15 @@ def _judge(name: str, command: Callable[[argparse.Namespace], Report], options: 
         print("grpo parity: no verdict:", *(f"  - {problem}" for problem in problems), sep="\n", file=sys.stderr)
         return NO_VERDICT
     if options.json:
-        print(json.dumps(report))
+        text = json.dumps(report)
     else:
         from grpo_lib.parity.terminal import render_report
 
-        print(render_report(report))
+        text = render_report(report)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # its reader, such as head, has seen enough; Python would complain again when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_CODES[report["verdict"]]
 
 

@@ -46,7 +46,11 @@ def compare_times(
     elsewhere = any(machine != machines[0] for machine in machines)
     resources = [key for key in differing(a, b) if key.partition(".")[0] in _RESOURCES]
     values_a, values_b = flat(a.config), flat(b.config)
-    evidence = [f"medians without the first {WARM_UP_STEPS} steps of each run"]
+    warm = [sum(len(run.warm_rows) for run in runs) for runs in (runs_a, runs_b)]
+    evidence = [
+        f"medians over {warm[0]:,} steps of A and {warm[1]:,} of B, the first {WARM_UP_STEPS} of each run left out; "
+        f"intervals from {statistics.MIN_STEPS} steps of a run on"
+    ]
     if elsewhere:
         evidence.append(f"the machines differ, so times are not comparable: A {machines[0]}, B {machines[-1]}")
     if resources:

@@ -119,14 +119,13 @@ def count_check(
         f"equal rates: {name}",
         1 - p_value,
         1 - alpha,
-        num_observations=0 if few else exposure,
-        needed=needed,
+        num_observations=min(seeds) if few else exposure,
+        needed=needed_seeds if few else needed,
         evidence=(
             f"A {found.count_a:,} of {found.exposure_a:,}, rate in [{found.low_a:.2g}, {found.high_a:.2g}]; "
             f"B {found.count_b:,} of {found.exposure_b:,}, rate in [{found.low_b:.2g}, {found.high_b:.2g}] (exact "
             f"Poisson, 95 %); B / A in [{found.ratio_low:.2g}, {found.ratio_high:.2g}]; p = {found.p_value:.2g} exact, "
-            f"{'unknown' if math.isnan(rates_p) else f'{rates_p:.2g}'} over {min(seeds)} seeds a side, "
-            f"{needed_seeds} needed"
+            f"{'unknown' if math.isnan(rates_p) else f'{rates_p:.2g}'} over {min(seeds)} seeds a side"
         ),
     )
 

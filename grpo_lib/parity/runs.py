@@ -154,7 +154,20 @@ def _outcomes(runs_a: Runs, runs_b: Runs) -> tuple[list[ParityCheck], Rows]:
         found = statistics.equivalence(a, b, margin=config.accuracy_margin)
         checks.append(equivalence_check(name, found, seeds=(len(a), len(b)), needed=config.min_seeds, detail=detail))
         means = {side: _mean(np.array(values)) for side, values in (("a", a), ("b", b))}
-        rows.append({"quantity": name, "seeds_a": len(a), "seeds_b": len(b), **means, **statistics.plain(found)})
+        rows.append(
+            {
+                "quantity": name,
+                "n_a": len(a),
+                "n_b": len(b),
+                **means,
+                "b_minus_a": found.difference,
+                "low": found.low,
+                "high": found.high,
+                "p_value": found.p_value,
+                "power": found.power,
+                "detectable": found.detectable_margin,
+            }
+        )
     return checks, rows
 
 
@@ -210,7 +223,7 @@ def _counts(runs_a: Runs, runs_b: Runs) -> tuple[list[ParityCheck], Rows]:
                 needed=config.min_tokens,
             )
         )
-        rows.append({"count": name, **statistics.plain(found), "p_over_seeds": rates_p})
+        rows.append({"count": name, **found.to_dict(), "p_over_seeds": rates_p})
     return checks, rows
 
 

@@ -17,6 +17,7 @@ from scipy import stats
 from grpo_lib.parity.probe import poisson_interval
 
 POWER = 0.8  # that a least detectable margin is stated for
+MIN_STEPS = 20  # of a run; the blocks of fewer steps say nothing about their spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,9 @@ class CountComparison:
     ratio_low: float  # exact, 95 %
     ratio_high: float
     p_value: float  # two-sided, of equal rates
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +217,7 @@ def ratio_over_steps(
     """Ratio of a statistic of b's steps to that of a's, with a percentile interval that respects autocorrelation.
 
     Steps are drawn again in blocks that wrap around (circular block bootstrap, Politis and Romano 1992), within runs.
+    Where a run has fewer than `MIN_STEPS` the bounds are NaN.
 
     Args:
         runs_a: Per run [steps, k] values of its steps.
@@ -222,6 +227,8 @@ def ratio_over_steps(
     value_a, value_b = (float(statistic(np.concatenate(runs)[None])[0]) for runs in (runs_a, runs_b))
     if not value_a:
         return Ratio(value=math.nan, low=math.nan, high=math.nan)
+    if min(len(steps) for steps in (*runs_a, *runs_b)) < MIN_STEPS:
+        return Ratio(value=value_b / value_a, low=math.nan, high=math.nan)
     drawn_a, drawn_b = (statistic(_drawn_again(runs, resamples, rng)) for runs in (runs_a, runs_b))
     with np.errstate(divide="ignore", invalid="ignore"):  # a resample in which a rare span never ran
         ratios = drawn_b / drawn_a
@@ -258,11 +265,6 @@ def band(curves: np.ndarray, *, confidence: float = 0.95) -> tuple[np.ndarray, n
         return mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)
     reach = stats.t.ppf((1 + confidence) / 2, len(curves) - 1) * curves.std(axis=0, ddof=1) / math.sqrt(len(curves))
     return mean, mean - reach, mean + reach
-
-
-def plain(result: Equivalence | CountComparison | Welch | Ratio) -> dict[str, Any]:
-    """Plain values by name."""
-    return {name: getattr(result, name) for name in type(result).__slots__}
 
 
 def mean_by_key(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:

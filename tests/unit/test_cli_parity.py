@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -189,6 +190,24 @@ def test_a_part_that_failed_is_no_verdict(grpo: Grpo, folder: str, monkeypatch: 
     code, out, err = grpo("replay", folder)
     assert (code, out) == (2, "")
     assert err == "grpo parity: no verdict:\n  - trainer rank 1 died\n"
+
+
+def test_a_reader_that_has_seen_enough(folder: str) -> None:
+    """`grpo parity probe RUN | head` keeps its exit code and prints no traceback."""
+    program = (
+        "import sys, types; from grpo_lib import stages; from grpo_lib.cli import main; "
+        "stage = types.ModuleType('grpo_lib.stages.parity_probe'); sys.modules[stage.__name__] = stage; "
+        "stages.parity_probe = stage; stage.run = lambda run, trainers: "
+        "{'verdict': 'FAIL', 'checks': [], 'tables': {'x': [{'y': 'z' * 30}] * 40, 'w': [{'y': 'z' * 30}] * 40}}; "
+        f"sys.exit(main(['parity', 'probe', {folder!r}]))"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("command", ["probe", "replay", "compare", "bisect"])

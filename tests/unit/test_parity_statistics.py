@@ -185,15 +185,26 @@ def test_steps_drawn_one_by_one_would_promise_too_much(monkeypatch: pytest.Monke
 
 
 def test_ratio_is_of_all_steps_and_repeats() -> None:
-    a, b = [np.full((10, 1), 2.0), np.full((20, 1), 4.0)], [np.full((7, 1), 12.0)]
+    a, b = [np.full((20, 1), 2.0), np.full((40, 1), 4.0)], [np.full((25, 1), 12.0)]
     ratio = ratio_over_steps(a, b, median, resamples=50, seed=0)
     assert (ratio.value, ratio.low, ratio.high) == (3.0, 3.0, 3.0)
     rng = np.random.default_rng(5)
     noisy = [autocorrelated(rng, 30, 0.5)]
     first, second = (ratio_over_steps(noisy, a, median, resamples=50, seed=9) for _ in range(2))
     assert first == second
-    nothing = ratio_over_steps([np.zeros((5, 1))], b, median, resamples=50, seed=0)
+    nothing = ratio_over_steps([np.zeros((30, 1))], b, median, resamples=50, seed=0)
     assert all(map(math.isnan, (nothing.value, nothing.low, nothing.high)))
+
+
+def test_few_steps_have_a_ratio_and_no_interval() -> None:
+    for short, whole in (
+        ([np.ones((1, 1))], [np.full((40, 1), 3.0)]),
+        ([np.ones((40, 1)), np.ones((19, 1))], [3 * np.ones((40, 1))]),
+    ):
+        ratio = ratio_over_steps(short, whole, median, resamples=50, seed=0)
+        assert ratio.value == 3.0
+        assert math.isnan(ratio.low)
+        assert math.isnan(ratio.high)
 
 
 def test_block_length_grows_with_the_cube_root() -> None:
