@@ -53,20 +53,19 @@ def state_distance(
     tensors = []
     totals = torch.zeros(4, dtype=torch.float64)
     for name in names:
-        a, b = read_a(name), read_b(name)
-        if a.shape != b.shape:
-            raise ValueError(f"tensor {name!r} has shape {tuple(a.shape)} and {tuple(b.shape)}")
-        sums = _sums(a.flatten(), b.flatten())
+        sums = _sums(name, read_a(name), read_b(name))
         totals += sums
         tensors.append(_distance(name, sums))
     tensors.sort(key=lambda tensor: -tensor.relative if math.isfinite(tensor.relative) else -math.inf)
     return StateDistance(whole=_distance("all tensors", totals), tensors=tuple(tensors))
 
 
-def _sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _sums(name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """[4] float64: <a, a>, <b, b>, <a, b>, |a - b|²."""
+    if a.shape != b.shape:
+        raise ValueError(f"tensor {name!r} has shape {tuple(a.shape)} and {tuple(b.shape)}")
     sums = torch.zeros(4, dtype=torch.float64)
-    for part_a, part_b in zip(a.split(_CHUNK), b.split(_CHUNK), strict=True):
+    for part_a, part_b in zip(a.flatten().split(_CHUNK), b.flatten().split(_CHUNK), strict=True):
         x, y = part_a.double(), part_b.double()
         sums += torch.stack([x @ x, y @ y, x @ y, (x - y).square().sum()])
     return sums
