@@ -35,6 +35,7 @@ class FinishedRun:
     """What a run recorded, without its files."""
 
     name: str  # as the user named it
+    folder: str  # tells apart what is one run under two names
     config: RunConfig
     lineage: Mapping[str, Any]
     rows: Sequence[MetricRow]  # one per step

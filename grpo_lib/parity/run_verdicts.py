@@ -5,6 +5,7 @@
 | same settings | settings that differ, are not named, and decide what is learned | 0 | 1 setting |
 | same base model, same prompts | further hashes beside the first | 0 | the hash of every run |
 | same samples in the first step | common seeds with other samples | 0 | 1 common seed, one machine and engine |
+| a run is on one side only | 0 | 0 | every run on one side only |
 | each run's own report | reports that FAIL | 0 | a PASS of every run |
 | held-out accuracy, reward, correct rate | largest difference left | `parity.accuracy_margin` | `parity.min_seeds` |
 | held-out accuracy over prompts | the same, never FAILs | `parity.accuracy_margin` | `parity.min_seeds` |
@@ -127,6 +128,23 @@ def count_check(
             f"Poisson, 95 %); B / A in [{found.ratio_low:.2g}, {found.ratio_high:.2g}]; p = {found.p_value:.2g} exact, "
             f"{'unknown' if math.isnan(rates_p) else f'{rates_p:.2g}'} over {min(seeds)} seeds a side"
         ),
+    )
+
+
+def sides_check(shared: Sequence[str], num_runs: int) -> ParityCheck:
+    """A run is no evidence that it equals another one when it is the other one.
+
+    Args:
+        shared: Runs that are on both sides.
+        num_runs: Distinct runs of both sides.
+    """
+    return check(
+        "a run is on one side only",
+        0.0,
+        0.0,
+        num_observations=num_runs - len(shared),
+        needed=num_runs,
+        evidence=f"on both sides: {listed(shared)}",
     )
 
 

@@ -26,6 +26,7 @@ from grpo_lib.parity.run_verdicts import (
     prompts_check,
     samples_check,
     settings_check,
+    sides_check,
 )
 from grpo_lib.types import ParityCheck, ParityReport
 
@@ -95,6 +96,10 @@ def _identity(runs_a: Runs, runs_b: Runs, allowed: Callable[[str], bool]) -> lis
         identity_check("same base model", *models),
         identity_check("same prompts", [run.dataset_sha256 for run in runs_a], [run.dataset_sha256 for run in runs_b]),
         *_first_samples(runs_a, runs_b),
+        sides_check(
+            [run.name for run in runs_a if run.folder in {other.folder for other in runs_b}],
+            len({run.folder for run in (*runs_a, *runs_b)}),
+        ),
         own_reports_check(reports),
     ]
 
@@ -145,7 +150,7 @@ def _outcomes(runs_a: Runs, runs_b: Runs) -> tuple[list[ParityCheck], Rows]:
     window = last_steps(len(runs_a[0].rows))
     measures: list[tuple[str, Callable[[FinishedRun], float | None], str]] = [
         ("held-out accuracy over seeds", lambda run: run.accuracy, "Sampled pass@1 of the trained policy."),
-        ("reward of the last steps", _at_the_end, f"Mean share of the full reward in the last {window} steps."),
+        ("reward of the last steps", _at_the_end, f"Mean share of the full reward in the last tenth ({window})."),
         ("correct rate over all steps", _all_along, "Mean height of the learning curve: how fast it was learned."),
     ]
     checks, rows = [], []

@@ -35,6 +35,7 @@ def finished(stored: StoredRun) -> FinishedRun:
     accuracy = stored.evaluation()["after"]["sampled_pass_at_1"]["value"]
     return FinishedRun(
         name=stored.reference,
+        folder=str(stored.paths.run),
         config=stored.config,
         lineage=stored.lineage,
         rows=rows,

@@ -198,6 +198,24 @@ def test_plain_artifacts_are_json(data: Any) -> None:
     assert json.loads(json.dumps(data.evaluation)) == data.evaluation
 
 
+def test_a_finished_run_is_compared_by_its_id_and_by_its_folder(flow_run: FlowRun, data: Any) -> None:
+    """With itself: the same samples, no difference, and no verdict, for one seed proves nothing."""
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_lib.cli", "parity", "compare", flow_run.run.id, str(data.paths.run), "--json"],
+        cwd=ROOT,
+        env=environment(flow_run.folder),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
+    report = json.loads(done.stdout)
+    verdicts = {check["name"]: check["verdict"] for check in report["checks"]}
+    assert verdicts["same samples in the first step"] == verdicts["each run's own report"] == "PASS"
+    assert "FAIL" not in verdicts.values()
+    assert all(row["b_over_a"] in (1, None) for row in report["tables"]["time"])
+
+
 def test_both_cards_exist_and_hold_their_parts(flow_run: FlowRun, data: Any) -> None:
     def card(step: str, card_id: str) -> str:
         target = flow_run.folder / f"{card_id}.html"

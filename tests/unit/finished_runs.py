@@ -57,6 +57,7 @@ def make_run(
     by_prompt = rng.binomial(48, np.clip(top + difficulty - difficulty.mean(), 0.01, 0.99)) / 48
     values = {
         "name": f"{trainer}-{seed}",
+        "folder": f"runs/{trainer}-{seed}-{reached}-{tis_rate}",
         "config": config(*overrides, seed=seed, trainer=trainer),
         "lineage": LINEAGE,
         "rows": rows,

@@ -67,6 +67,9 @@ def test_the_same_run_on_both_sides_is_no_failure_and_no_proof() -> None:
     assert report.verdict is INCONCLUSIVE
     assert failing(report) == []
     assert found(report, SAMPLES).verdict is PASS
+    both = compare_runs(side(A), side(A))
+    assert [check.name for check in both.checks if check.verdict is not PASS] == ["a run is on one side only"]
+    assert "on both sides: olmo_core-1, olmo_core-2" in found(both, "a run is on one side only").evidence
     assert found(report, ACCURACY).evidence.startswith("1 seeds a side, 3 needed.")
 
 
