@@ -85,8 +85,7 @@ def join(
     engine = [] if frozen.engine_score is None else [frozen.engine_score]
     plain = parity_probe.measure(run, scorer=parity_probe.PLAIN, folder=paths.store)
     scores = [*engine, *(one.score for one in measurements), plain]
-    # The gate is about the trainers: what the run that sampled did in its own steps is for that run's report.
-    probe = parity_probe.judge(run, scores, training_steps=False)
+    probe = parity_probe.judge(run, scores)
     free = parity_replay.compare(run, [one.free for one in measurements])
     clear(paths.replay)
     return Joined(probe=probe, free=free, seconds=time.perf_counter() - started)

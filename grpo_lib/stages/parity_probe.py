@@ -95,12 +95,13 @@ def measure(run: StoredRun, *, scorer: str, folder: Path) -> ScorerMeasurement:
     )
 
 
-def judge(run: StoredRun, measurements: Sequence[ScorerMeasurement], *, training_steps: bool = True) -> dict[str, Any]:
+def judge(run: StoredRun, measurements: Sequence[ScorerMeasurement]) -> dict[str, Any]:
     """One report over every pair of scorers, the engine's own log-probabilities as stored among them.
+
+    It is about stored tokens: what the run did in its own steps is for the run's report.
 
     Args:
         measurements: In any number and order; of two scorers the earlier one is the reference.
-        training_steps: Whether the clip counts of the run's own steps are judged too.
 
     Returns:
         `parity.report.to_dict` of the report.
@@ -115,5 +116,4 @@ def judge(run: StoredRun, measurements: Sequence[ScorerMeasurement], *, training
         policy_version=run.policy_version,
         cap=run.config.algorithm.correction_cap,
     )
-    metrics = run.metrics() if training_steps else None
-    return to_dict(probe_report(run.config, pairs=pairs, metrics=metrics, engine_scores=can_score(run.config)))
+    return to_dict(probe_report(run.config, pairs=pairs, metrics=None, engine_scores=can_score(run.config)))

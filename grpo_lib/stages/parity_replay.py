@@ -67,21 +67,19 @@ def run(
     if len(trainers) < 2 or set(modes) - set(MODES) or not modes:
         raise ConfigError([f"replay of {list(trainers)} in {list(modes)}: give two trainers, and modes of {MODES}"])
     leader, *followers = trainers
-    with _scratch(run) as folder:
-        replayed = (
-            [step for follower in followers for step in lockstep(run, leader=leader, follower=follower, steps=steps)]
-            if "lockstep" in modes
-            else []
-        )
-        measurements = (
-            [
+    replayed: list[ReplayStep] = []
+    free: tuple[FreeRunning, ...] = ()
+    if "lockstep" in modes:
+        for follower in followers:
+            replayed += lockstep(run, leader=leader, follower=follower, steps=steps)
+    if "free" in modes:
+        with _scratch(run) as folder:
+            measured = [
                 measure(run, trainer=trainer, folder=folder / f"{index}-{trainer}", steps=steps)
                 for index, trainer in enumerate(trainers)
             ]
-            if "free" in modes
-            else []
-        )
-        return judge(run, lockstep=replayed, free=compare(run, measurements))
+            free = compare(run, measured)
+    return judge(run, lockstep=replayed, free=free)
 
 
 def lockstep(run: StoredRun, *, leader: str, follower: str, steps: int | None = None) -> tuple[ReplayStep, ...]:
