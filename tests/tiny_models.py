@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 VOCAB = 96
+PADDING_TOKEN = 2  # also the stop token
 FAMILIES = ("qwen3_tied", "qwen3", "llama", "llama3", "olmo2")  # llama3: with that rotary scaling
 
 
@@ -39,8 +40,8 @@ def _build(family: str) -> Any:
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
         "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
+        "eos_token_id": PADDING_TOKEN,
+        "pad_token_id": PADDING_TOKEN,
         "tie_word_embeddings": False,
     }
     if family == "qwen3_tied":

@@ -130,8 +130,8 @@ class TrainerRank:
 
 
 def build_trainer(config: RunConfig, model_path: Path, rank: int, *, trainable: bool) -> InspectableTrainer:
-    """The configured backend on this rank. A new backend is one more branch in `_backend_class`."""
-    return _backend_class(config.trainer.backend)(
+    """The configured backend on this rank. A new backend is one more branch in `backend_class`."""
+    return backend_class(config.trainer.backend)(
         config=config.trainer,
         model_path=model_path,
         dtype=config.model.dtype,
@@ -145,7 +145,7 @@ def build_trainer(config: RunConfig, model_path: Path, rank: int, *, trainable: 
     )
 
 
-def _backend_class(name: str) -> Callable[..., InspectableTrainer]:
+def backend_class(name: str) -> Callable[..., InspectableTrainer]:
     """Imported when it is chosen: each backend brings a package that the other does not need."""
     if name == "hf_deepspeed":
         from grpo_lib.trainers.hf_deepspeed import HfDeepSpeedTrainer

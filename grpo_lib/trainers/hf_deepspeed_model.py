@@ -135,7 +135,9 @@ def build_model(
         )
     config = AutoConfig.from_pretrained(folder.path)
     if config.attention_dropout:
-        raise DataError(f"config.json: attention_dropout ({config.attention_dropout}) must be 0")
+        raise DataError(
+            f"config.json: attention_dropout ({config.attention_dropout}) must be 0 for the hf_deepspeed trainer"
+        )
     with no_init_weights(), init_context:
         lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     lm.tie_weights()

@@ -60,7 +60,7 @@ class ZeroAdamW:
         """Clip by the global norm, apply one update, clear the gradients; the metrics are the same on every rank.
 
         Raises:
-            NonFiniteGradient: the gradient norm is NaN or infinite; nothing is applied.
+            NonFiniteGradient: the gradient norm is NaN or infinite; nothing is applied, the gradients are dropped.
         """
         norm = self._global_grad_norm()
         if not math.isfinite(norm):

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from grpo_lib.trainers.hf_deepspeed_engine import DeepSpeedRuntime
 from grpo_lib.types import StateKind
 
+_NO_GRADIENT = "no gradient outside of forward_backward … optim_step"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
@@ -63,7 +65,7 @@ class ReplicatedState:
         if kind is StateKind.WEIGHT:
             values = parameter.detach()
         elif kind is StateKind.GRADIENT:
-            assert parameter.grad is not None, "there are no gradients"
+            assert parameter.grad is not None, _NO_GRADIENT
             values = parameter.grad
         else:
             assert self._adamw is not None, "a frozen model has no moments"
@@ -90,6 +92,7 @@ class PartitionedState:
 
     def held(self, kind: StateKind, name: str) -> Part:
         parameter: Any = self._parameters[name]
+        assert kind is not StateKind.GRADIENT or _has_gradients(self._zero), _NO_GRADIENT
         mapping = parameter._hp_mapping
         if mapping is None:  # all of it is in other ranks' partitions
             return Part(start=0, values=torch.empty(0, dtype=torch.float32, device=parameter.device))
@@ -136,6 +139,7 @@ class Stage3State:
         if kind is StateKind.WEIGHT:
             values = self._runtime.local_fp32(parameter).detach()
         elif kind is StateKind.GRADIENT:
+            assert _has_gradients(self._zero), _NO_GRADIENT
             values = self._runtime.local_gradient(parameter)
         else:
             values = self._runtime.local_fp32(parameter, kind.value)
@@ -161,6 +165,12 @@ def partitioned_part(parameter: Any, values: torch.Tensor) -> Part:
     """Values of a ZeRO-3 partition without the padding at the end of the last one."""
     start = min(dist.get_rank() * values.numel(), parameter.ds_numel)
     return Part(start=start, values=values.view(-1)[: parameter.ds_numel - start])
+
+
+def _has_gradients(zero: Any) -> bool:
+    """Whether all gradients of a step have been reduced and none has been used."""
+    groups = zero.averaged_gradients
+    return bool(groups) and all(gradients is not None for gradients in groups.values())
 
 
 def gather(part: Part, shape: tuple[int, ...]) -> torch.Tensor:

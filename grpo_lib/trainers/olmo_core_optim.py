@@ -53,10 +53,11 @@ class SteppedAdamW:
         """Clip by the global norm, apply one update, clear the gradients; the metrics are the same on every rank.
 
         Raises:
-            NonFiniteGradient: the gradient norm is NaN or infinite; nothing is applied.
+            NonFiniteGradient: the gradient norm is NaN or infinite; nothing is applied, the gradients are dropped.
         """
         norm = self._global_grad_norm()
         if not math.isfinite(norm):
+            self.zero_grad()
             raise NonFiniteGradient(
                 f"gradient norm is {norm} before step {applied_steps}; weights and optimiser are unchanged"
             )

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,8 @@ def judge(
 ) -> Verdicts:
     """Run the reference; the loss is DAPO's on-policy surrogate with truncated importance weights."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").eval()
+    embeddings: Any = model.get_input_embeddings()
+    embeddings.padding_idx = None  # PyTorch would drop the gradient of that token
     optimizer = torch.optim.AdamW(
         model.parameters(),
         betas=(config.adam_beta1, config.adam_beta2),

@@ -48,7 +48,7 @@ from tests.distributed.engine_parts import (
     tiny_qwen3,
 )
 from tests.distributed.gloo_ranks import RankPool
-from tests.distributed.trainer_cases import build_olmo_core
+from tests.distributed.trainer_cases import OLMO_CORE
 
 DEADLINES = DeadlinesConfig(generate_s=120.0, weight_sync_s=30.0, engine_start_s=280.0)
 WAIT = {"deadline_s": 120.0, "setting": "deadlines.generate_s"}
@@ -170,7 +170,7 @@ def score_sums(rank: int, num_ranks: int) -> list[np.ndarray]:
         ],
         32,
     )
-    scores = unpack_tokens(batch, build_olmo_core(rank, num_ranks, SHIPPED, temperature=1.0).logprobs(batch))
+    scores = unpack_tokens(batch, OLMO_CORE.build(rank, num_ranks, SHIPPED, temperature=1.0).logprobs(batch))
     return [scores[str(index)] for index in range(len(SUMS))]
 
 

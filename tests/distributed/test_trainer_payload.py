@@ -1,4 +1,4 @@
-"""What the OLMo-core trainer hands to a weight sync: everything, plain, under the right names.
+"""What a trainer hands to a weight sync: everything, plain, under the right names.
 
 Functions whose name does not start with `test_` run in the ranks.
 """
@@ -15,17 +15,23 @@ from safetensors.torch import load_file
 
 from grpo_lib.trainers.hf_checkpoint import HfFolder
 from grpo_lib.trainers.whole_model import in_buckets, shard_report
+from grpo_lib.types import StateKind
 from tests.distributed.gloo_ranks import RankPool
 from tests.distributed.trainer_cases import (
-    build_olmo_core,
+    OLMO_CORE,
+    ZERO,
+    BackendCase,
+    each_backend,
+    each_bf16_backend,
     largest_difference,
     score,
+    state_of,
     weights_of,
 )
 
 
-def payload(rank: int, num_ranks: int, model: Path, dtype: str) -> list[tuple[Any, ...]]:
-    trainer = build_olmo_core(rank, num_ranks, model, dtype=dtype)
+def payload(rank: int, num_ranks: int, case: BackendCase, model: Path, dtype: str) -> list[tuple[Any, ...]]:
+    trainer: Any = case.build(rank, num_ranks, model, dtype=dtype)
     sent = [pair for bucket in in_buckets(trainer._gathered(), 8_000) for pair in bucket.tensors]
     for entry, (name, tensor) in zip(trainer.manifest().entries, sent, strict=True):
         assert (entry.name, entry.shape, entry.dtype) == (name, tuple(tensor.shape), dtype)
@@ -35,12 +41,13 @@ def payload(rank: int, num_ranks: int, model: Path, dtype: str) -> list[tuple[An
     return [(name, type(tensor), tensor.is_contiguous(), tensor.float().numpy()) for name, tensor in sent]
 
 
-@pytest.mark.parametrize("family", ["qwen3_tied", "qwen3", "llama3", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen3_tied", "llama3", "olmo2"])
+@each_backend
 def test_payload_is_the_source_folder_bit_for_bit(
-    two_ranks: RankPool, tiny_models: dict[str, Path], family: str
+    two_ranks: RankPool, tiny_models: dict[str, Path], case: BackendCase, family: str
 ) -> None:
     source = load_file(tiny_models[family] / "model.safetensors")
-    first, second = two_ranks.run(payload, tiny_models[family], "float32")
+    first, second = two_ranks.run(payload, case, tiny_models[family], "float32")
     assert {name for name, *_ in first} == source.keys()
     assert {"model.embed_tokens.weight", "model.norm.weight"} <= source.keys()
     assert ("lm_head.weight" in source) == (family != "qwen3_tied")
@@ -52,14 +59,17 @@ def test_payload_is_the_source_folder_bit_for_bit(
         np.testing.assert_array_equal(values, other_values)
 
 
-def test_bf16_payload_is_the_rounded_source(two_ranks: RankPool, tiny_models: dict[str, Path]) -> None:
+@each_bf16_backend
+def test_bf16_payload_is_the_rounded_source(
+    two_ranks: RankPool, tiny_models: dict[str, Path], case: BackendCase
+) -> None:
     source = load_file(tiny_models["qwen3"] / "model.safetensors")
-    for name, _, _, values in two_ranks.run(payload, tiny_models["qwen3"], "bfloat16")[0]:
+    for name, _, _, values in two_ranks.run(payload, case, tiny_models["qwen3"], "bfloat16")[0]:
         np.testing.assert_array_equal(values, source[name].bfloat16().float().numpy())
 
 
 def payload_with_the_root_left_sharded(rank: int, num_ranks: int, model: Path) -> tuple[str, bool]:
-    trainer = build_olmo_core(rank, num_ranks, model)
+    trainer: Any = OLMO_CORE.build(rank, num_ranks, model)
     before = weights_of(trainer)
     trainer._root.unshard = lambda: None  # what a per-block gather does
     try:
@@ -86,7 +96,7 @@ def build_without_the_root_unit(rank: int, num_ranks: int, model: Path) -> str:
     original = olmo_core._units
     olmo_core._units = lambda sharded: original(sharded)[1:]
     try:
-        build_olmo_core(rank, num_ranks, model)
+        OLMO_CORE.build(rank, num_ranks, model)
     except AssertionError as error:
         return str(error)
     finally:
@@ -101,30 +111,38 @@ def test_leaving_a_unit_out_of_the_manifest_fails_at_construction(
         assert "model.embed_tokens.weight" in message
 
 
-def abandon_the_payload(rank: int, num_ranks: int, model: Path) -> float:
-    trainer = build_olmo_core(rank, num_ranks, model)
+def abandon_the_payload(rank: int, num_ranks: int, case: BackendCase, model: Path) -> float:
+    trainer: Any = case.build(rank, num_ranks, model)
     before = score(trainer)
     next(in_buckets(trainer._gathered(), 8_000))  # a sender that fails after the first bucket
     return largest_difference(score(trainer), before)
 
 
-def test_an_abandoned_payload_leaves_the_trainer_usable(two_ranks: RankPool, tiny_models: dict[str, Path]) -> None:
-    assert two_ranks.run(abandon_the_payload, tiny_models["qwen3"]) == [0.0, 0.0]
+@each_backend
+def test_an_abandoned_payload_leaves_the_trainer_usable(
+    two_ranks: RankPool, tiny_models: dict[str, Path], case: BackendCase
+) -> None:
+    assert two_ranks.run(abandon_the_payload, case, tiny_models["qwen3"]) == [0.0, 0.0]
 
 
-def shard_reports(rank: int, num_ranks: int, model: Path) -> tuple[Any, Any]:
-    trainer = build_olmo_core(rank, num_ranks, model)
+def shard_reports(rank: int, num_ranks: int, case: BackendCase, model: Path) -> tuple[Any, Any]:
+    trainer: Any = case.build(rank, num_ranks, model)
     source = HfFolder(model)
     intact = shard_report(trainer, source, dtype="float32")
-    with torch.no_grad():
-        trainer._model.lm_head.norm.weight.to_local()[0] += 2.0**-20  # one element of each rank's shard
+    weights = state_of(trainer, StateKind.WEIGHT)
+    weights["model.norm.weight"][-1] += 2.0**-20
+    trainer.load_state(StateKind.WEIGHT, lambda name: torch.from_numpy(weights[name]))
     return intact, shard_report(trainer, source, dtype="float32")
 
 
-def test_shard_report_shows_the_layout_and_any_changed_bit(two_ranks: RankPool, tiny_models: dict[str, Path]) -> None:
-    for intact, changed in two_ranks.run(shard_reports, tiny_models["qwen3_tied"]):
+@each_backend
+def test_shard_report_shows_the_layout_and_any_changed_bit(
+    two_ranks: RankPool, tiny_models: dict[str, Path], case: BackendCase
+) -> None:
+    copies = 2 if case is ZERO[0] else 1  # stage 0 shards nothing
+    for intact, changed in two_ranks.run(shard_reports, case, tiny_models["qwen3_tied"]):
         assert all(tensor.checksum == tensor.source_checksum for tensor in intact)
         for tensor in intact:
             assert len(tensor.local_numel) == 2
-            assert sum(tensor.local_numel) == np.prod(tensor.shape)
+            assert sum(tensor.local_numel) == copies * np.prod(tensor.shape)
         assert [t.hf_name for t in changed if t.checksum != t.source_checksum] == ["model.norm.weight"]

@@ -20,28 +20,32 @@ from grpo_lib.trainers.whole_model import dump_state, restore_state
 from grpo_lib.types import TRAINING_STATE, StateKind
 from tests.distributed.gloo_ranks import RankPool
 from tests.distributed.trainer_cases import (
+    OLMO_CORE,
     ONE_RANK_PLAN,
     PACK_LENGTH,
     PLAN,
-    build_olmo_core,
+    ZERO,
+    BackendCase,
+    each_backend,
     largest_difference,
     policy_loss,
     samples,
+    state_of,
     train,
     weights_of,
 )
 
 
-def train_and_dump(rank: int, num_ranks: int, model: Path, folder: Path) -> Any:
-    trainer = build_olmo_core(rank, num_ranks, model)
+def train_and_dump(rank: int, num_ranks: int, case: BackendCase, model: Path, folder: Path) -> Any:
+    trainer = case.build(rank, num_ranks, model)
     train(trainer, rank, PLAN, 2)
     dump_state(trainer, folder, TRAINING_STATE)
     return train(trainer, rank, PLAN, 1)[0], weights_of(trainer)
 
 
-def restore_and_train(rank: int, num_ranks: int, model: Path, folder: Path) -> Any:
+def restore_and_train(rank: int, num_ranks: int, case: BackendCase, model: Path, folder: Path) -> Any:
     plan = PLAN if num_ranks == 2 else ONE_RANK_PLAN
-    trainer = build_olmo_core(rank, num_ranks, model)
+    trainer = case.build(rank, num_ranks, model)
     # Another state, and gradients of it, which must not leak into the restored one.
     train(trainer, rank, plan, 1)
     trainer.forward_backward(plan.micro_batches[rank], policy_loss(), loss_denominator=1.0)
@@ -50,47 +54,81 @@ def restore_and_train(rank: int, num_ranks: int, model: Path, folder: Path) -> A
     return train(trainer, rank, plan, 1)[0], weights_of(trainer)
 
 
+@each_backend
 def test_a_restored_state_takes_the_same_next_step(
-    one_rank: RankPool, two_ranks: RankPool, tiny_models: dict[str, Path], tmp_path: Path
+    one_rank: RankPool, two_ranks: RankPool, tiny_models: dict[str, Path], tmp_path: Path, case: BackendCase
 ) -> None:
     model = tiny_models["qwen3_tied"]
-    step, weights = two_ranks.run(train_and_dump, model, tmp_path / "state")[0]
-    again, weights_again = two_ranks.run(restore_and_train, model, tmp_path / "state")[0]
+    step, weights = two_ranks.run(train_and_dump, case, model, tmp_path / "state")[0]
+    again, weights_again = two_ranks.run(restore_and_train, case, model, tmp_path / "state")[0]
     assert again == step
     assert largest_difference(weights_again, weights) == 0
-    alone, weights_alone = one_rank.run(restore_and_train, model, tmp_path / "state")[0]
+    alone, weights_alone = one_rank.run(restore_and_train, case, model, tmp_path / "state")[0]
     assert alone["optim/lr"] == step["optim/lr"]
     assert alone["optim/grad_norm"] == pytest.approx(step["optim/grad_norm"], rel=1e-5)
     assert largest_difference(weights_alone, weights) <= 1e-6
 
 
-def restore_and_report(rank: int, num_ranks: int, model: Path, folder: Path) -> str:
-    trainer = build_olmo_core(rank, num_ranks, model)
+def restore_and_show(rank: int, num_ranks: int, case: BackendCase, model: Path, folder: Path) -> Any:
+    trainer = case.build(rank, num_ranks, model)
+    restore_state(trainer, folder)
+    return (
+        {kind: state_of(trainer, kind) for kind in TRAINING_STATE},
+        train(trainer, rank, PLAN, 1),
+        weights_of(trainer),
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [pair for zero in (ZERO[0], ZERO[2], ZERO[3]) for pair in ((OLMO_CORE, zero), (zero, OLMO_CORE))],
+    ids=lambda case: case.name,
+)
+def test_a_state_means_the_same_to_another_backend(
+    two_ranks: RankPool, tiny_models: dict[str, Path], tmp_path: Path, source: BackendCase, target: BackendCase
+) -> None:
+    """Weights and moments arrive bit for bit, and the next step is the same."""
+    model = tiny_models["olmo2"]
+    (step, weights), *_ = two_ranks.run(train_and_dump, source, model, tmp_path / "state")
+    for state, (other_step,), other_weights in two_ranks.run(restore_and_show, target, model, tmp_path / "state"):
+        for kind in TRAINING_STATE:
+            dumped = load_file(tmp_path / "state" / f"{kind}.safetensors")
+            assert dumped.keys() == state[kind].keys()
+            assert any(tensor.any() for tensor in dumped.values())
+            for name, tensor in dumped.items():
+                np.testing.assert_array_equal(state[kind][name], tensor.numpy())
+        assert other_step == pytest.approx(step, rel=1e-5)
+        assert largest_difference(other_weights, weights) <= 1e-6
+
+
+def restore_and_report(rank: int, num_ranks: int, case: BackendCase, model: Path, folder: Path) -> str:
+    trainer = case.build(rank, num_ranks, model)
     with pytest.raises(DataError) as caught:
         restore_state(trainer, folder)
     return str(caught.value)
 
 
+@pytest.mark.parametrize("case", [OLMO_CORE, ZERO[2]], ids=lambda case: case.name)
 def test_a_state_that_does_not_fit_names_file_and_tensor(
-    one_rank: RankPool, two_ranks: RankPool, tiny_models: dict[str, Path], tmp_path: Path
+    one_rank: RankPool, two_ranks: RankPool, tiny_models: dict[str, Path], tmp_path: Path, case: BackendCase
 ) -> None:
     model = tiny_models["qwen3_tied"]
-    two_ranks.run(train_and_dump, model, tmp_path / "state")
-    (message,) = one_rank.run(restore_and_report, tiny_models["llama"], tmp_path / "state")
+    two_ranks.run(train_and_dump, case, model, tmp_path / "state")
+    (message,) = one_rank.run(restore_and_report, case, tiny_models["llama"], tmp_path / "state")
     assert "weight.safetensors" in message
     assert "another model" in message
     moments = load_file(tmp_path / "state" / "exp_avg.safetensors")
     del moments["model.norm.weight"]
     save_file(moments, tmp_path / "state" / "exp_avg.safetensors")
-    (message,) = one_rank.run(restore_and_report, model, tmp_path / "state")
+    (message,) = one_rank.run(restore_and_report, case, model, tmp_path / "state")
     assert "exp_avg.safetensors has 'model.norm.weight' in shape none" in message
     (tmp_path / "state" / "state.json").unlink()
-    (message,) = one_rank.run(restore_and_report, model, tmp_path / "state")
+    (message,) = one_rank.run(restore_and_report, case, model, tmp_path / "state")
     assert "no complete training state" in message
 
 
-def gradients(rank: int, num_ranks: int, model: Path) -> dict[str, np.ndarray]:
-    trainer = build_olmo_core(rank, num_ranks, model)
+def gradients(rank: int, num_ranks: int, case: BackendCase, model: Path) -> dict[str, np.ndarray]:
+    trainer = case.build(rank, num_ranks, model)
     with pytest.raises(AssertionError, match="no gradient outside"):
         next(trainer.named_state(StateKind.GRADIENT))
     plan = PLAN if num_ranks == 2 else ONE_RANK_PLAN
@@ -100,24 +138,26 @@ def gradients(rank: int, num_ranks: int, model: Path) -> dict[str, np.ndarray]:
     return dumped
 
 
+@each_backend
 def test_gradients_are_whole_whatever_the_number_of_ranks(
-    one_rank: RankPool, two_ranks: RankPool, tiny_models: dict[str, Path]
+    one_rank: RankPool, two_ranks: RankPool, tiny_models: dict[str, Path], case: BackendCase
 ) -> None:
-    (alone,) = one_rank.run(gradients, tiny_models["qwen3_tied"])
-    for together in two_ranks.run(gradients, tiny_models["qwen3_tied"]):
+    (alone,) = one_rank.run(gradients, case, tiny_models["qwen3_tied"])
+    for together in two_ranks.run(gradients, case, tiny_models["qwen3_tied"]):
         assert together.keys() == alone.keys()
         for name, gradient in alone.items():
             assert np.abs(together[name] - gradient).max() <= 1e-5 * np.abs(gradient).max(), name
 
 
-def hidden(rank: int, num_ranks: int, model: Path) -> dict[str, np.ndarray]:
-    trainer = build_olmo_core(rank, num_ranks, model)
+def hidden(rank: int, num_ranks: int, case: BackendCase, model: Path) -> dict[str, np.ndarray]:
+    trainer = case.build(rank, num_ranks, model)
     return {name: tensor.numpy() for name, tensor in trainer.hidden_states(pack(samples(), PACK_LENGTH))}
 
 
 @pytest.mark.parametrize("family", ["qwen3_tied", "llama", "olmo2"])
+@each_backend
 def test_hidden_states_are_those_of_each_document_alone(
-    two_ranks: RankPool, tiny_models: dict[str, Path], family: str
+    two_ranks: RankPool, tiny_models: dict[str, Path], case: BackendCase, family: str
 ) -> None:
     batch = pack(samples(), PACK_LENGTH)
     model = AutoModelForCausalLM.from_pretrained(tiny_models[family], dtype=torch.float32).eval()
@@ -125,7 +165,7 @@ def test_hidden_states_are_those_of_each_document_alone(
     blocks: list[torch.Tensor] = []
     for block in model.model.layers:
         block.register_forward_hook(lambda _module, _inputs, output: blocks.append(output))
-    for layers in two_ranks.run(hidden, tiny_models[family]):
+    for layers in two_ranks.run(hidden, case, tiny_models[family]):
         assert list(layers) == ["embedding", *(f"layer {index}" for index in range(num_layers))]
         for row, document in {(r, d) for r in range(batch.num_rows) for d in batch.doc_ids[r].unique().tolist() if d}:
             inside = batch.doc_ids[row] == document

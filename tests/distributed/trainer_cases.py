@@ -1,24 +1,26 @@
 """What the trainer tests run: a configuration, samples, and the functions that ranks execute.
 
-`BACKENDS` is the list that the contract test is parametrised over; a new backend adds one `BackendCase`.
+`BACKENDS` is the list that every test of the contract is parametrised over; a new backend adds one `BackendCase`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from grpo_lib.algo.losses import build_loss
 from grpo_lib.algo.packing import pack, plan_step, unpack_tokens
 from grpo_lib.config import AlgorithmConfig, TrainerConfig
-from grpo_lib.interfaces import PolicyLoss
-from grpo_lib.types import PackedBatch, StepMetrics, StepPlan, TrainingSample
-from tests.tiny_models import VOCAB
+from grpo_lib.interfaces import InspectableTrainer, PolicyLoss
+from grpo_lib.stages.trainer_rank import backend_class
+from grpo_lib.types import PackedBatch, StateKind, StepMetrics, StepPlan, TrainingSample
+from tests.tiny_models import PADDING_TOKEN, VOCAB
 
 TEMPERATURE = 0.7
 CORRECTION_CAP = 2.0
@@ -53,7 +55,10 @@ class Record:
 
 
 def samples() -> list[TrainingSample]:
-    """Nine documents of 5 … 20 tokens whose sampler log-probabilities reach both sides of the correction's cap."""
+    """Nine documents of 5 … 20 tokens whose sampler log-probabilities reach both sides of the correction's cap.
+
+    Some hold the models' padding token, as a stop token that pads often does: it is trained like any other.
+    """
     rng = np.random.default_rng(7)
     result = []
     for index, length in enumerate((5, 20, 9, 7, 13, 11, 6, 17, 8)):
@@ -61,7 +66,7 @@ def samples() -> list[TrainingSample]:
         result.append(
             TrainingSample(
                 sample_id=f"e0.p{index}/0",
-                input_ids=rng.integers(3, VOCAB, length),
+                input_ids=np.where(rng.random(length) < 0.1, PADDING_TOKEN, rng.integers(3, VOCAB, length)),
                 response_mask=mask,
                 advantages=np.where(mask, rng.normal(), 0).astype(np.float32),
                 rollout_logprobs=np.where(mask, rng.normal(-4.5, 1.5, length), 0).astype(np.float32),
@@ -74,36 +79,43 @@ def policy_loss() -> PolicyLoss:
     return build_loss(AlgorithmConfig(loss="dapo", correction="tis", correction_cap=CORRECTION_CAP))
 
 
-def build_olmo_core(rank: int, num_ranks: int, model: Path, **options: Any) -> Any:
-    from grpo_lib.trainers.olmo_core import OlmoCoreTrainer
-
-    defaults = {
-        "config": CONFIG,
-        "dtype": "float32",
-        "temperature": TEMPERATURE,
-        "correction_cap": CORRECTION_CAP,
-        "total_steps": TOTAL_STEPS,
-    }
-    return OlmoCoreTrainer(model_path=model, rank=rank, world_size=num_ranks, **{**defaults, **options})
-
-
-def olmo_core_gradients(trainer: Any) -> dict[str, np.ndarray]:
-    return {
-        trainer._names.hf(name): parameter.grad.full_tensor().numpy().copy()  # clipping works in place
-        for name, parameter in trainer._model.named_parameters()
-    }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendCase:
-    """How the contract test builds a backend and reads its gradients by Hugging Face name."""
+    """A backend and the settings it is tested under."""
 
     name: str
-    build: Callable[..., Any]
-    gradients: Callable[[Any], dict[str, np.ndarray]]
+    backend: str
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of TrainerConfig
+
+    def build(
+        self, rank: int, num_ranks: int, model: Path, *, config: TrainerConfig = CONFIG, **options: Any
+    ) -> InspectableTrainer:
+        """One rank's trainer, with what `stages.trainer_rank.build_trainer` takes from the run's configuration."""
+        defaults = {
+            "dtype": "float32",
+            "temperature": TEMPERATURE,
+            "correction_cap": CORRECTION_CAP,
+            "total_steps": TOTAL_STEPS,
+        }
+        return backend_class(self.backend)(
+            config=config.model_copy(update=dict(self.settings)),
+            model_path=model,
+            rank=rank,
+            world_size=num_ranks,
+            **{**defaults, **options},
+        )
 
 
-BACKENDS = (BackendCase(name="olmo_core", build=build_olmo_core, gradients=olmo_core_gradients),)
+OLMO_CORE = BackendCase(name="olmo_core", backend="olmo_core")
+ZERO = tuple(
+    BackendCase(name=f"hf_deepspeed_zero{stage}", backend="hf_deepspeed", settings={"zero_stage": stage})
+    for stage in range(4)
+)
+BACKENDS = (OLMO_CORE, ZERO[0], ZERO[2], ZERO[3])  # stage 1 keeps its state as stage 2 does, and has a test of its own
+BF16_BACKENDS = (OLMO_CORE, ZERO[2], ZERO[3])  # a rule refuses the others
+
+each_backend = pytest.mark.parametrize("case", BACKENDS, ids=lambda case: case.name)
+each_bf16_backend = pytest.mark.parametrize("case", BF16_BACKENDS, ids=lambda case: case.name)
 
 
 def record(rank: int, num_ranks: int, case: BackendCase, model: Path, plan: StepPlan, num_steps: int) -> Record:
@@ -113,7 +125,7 @@ def record(rank: int, num_ranks: int, case: BackendCase, model: Path, plan: Step
     own = plan.micro_batches[rank]
     scored = {key: value for batch in own for key, value in unpack_tokens(batch, trainer.logprobs(batch)).items()}
     metrics = trainer.forward_backward(own, loss, loss_denominator=denominator)
-    gradients = case.gradients(trainer)
+    gradients = state_of(trainer, StateKind.GRADIENT)
     steps, versions, weights = [], [trainer.policy_version], {}
     for step in range(1, num_steps + 1):
         if step > 1:
@@ -150,8 +162,13 @@ def merge(records: Sequence[Record]) -> Record:
     )
 
 
-def weights_of(trainer: Any) -> dict[str, np.ndarray]:
+def weights_of(trainer: InspectableTrainer) -> dict[str, np.ndarray]:
     return {name: tensor.float().numpy() for bucket in trainer.named_weights() for name, tensor in bucket.tensors}
+
+
+def state_of(trainer: InspectableTrainer, kind: StateKind) -> dict[str, np.ndarray]:
+    """Copies, because clipping and steps work in place."""
+    return {name: tensor.numpy().copy() for bucket in trainer.named_state(kind) for name, tensor in bucket.tensors}
 
 
 def padding_batch(num_rows: int) -> PackedBatch:
@@ -173,7 +190,7 @@ PLAN = plan_step(samples(), num_ranks=2, pack_length=PACK_LENGTH, micro_batch_pa
 ONE_RANK_PLAN = plan_step(samples(), num_ranks=1, pack_length=PACK_LENGTH, micro_batch_packs=2)
 
 
-def train(trainer: Any, rank: int, plan: StepPlan, num_steps: int) -> list[dict[str, float]]:
+def train(trainer: InspectableTrainer, rank: int, plan: StepPlan, num_steps: int) -> list[dict[str, float]]:
     """Take steps on one plan; returns the metrics of each `optim_step`."""
     steps = []
     for _ in range(num_steps):
@@ -184,7 +201,7 @@ def train(trainer: Any, rank: int, plan: StepPlan, num_steps: int) -> list[dict[
     return steps
 
 
-def score(trainer: Any) -> dict[str, np.ndarray]:
+def score(trainer: InspectableTrainer) -> dict[str, np.ndarray]:
     """Log-probabilities of the trained tokens by sample, from packs; collective."""
     batch = pack(samples(), PACK_LENGTH)
     return unpack_tokens(batch, trainer.logprobs(batch))
