@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 40
 USER = "tester"
+_FLOWS = {"grpo_flow": "GRPOFlow", "parity_flow": "ParityFlow"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowRun:
     """A finished run: its output and, through Metaflow's client, its artifacts."""
 
+    flow: str  # e.g. "GRPOFlow"
     code: int
     output: str
     folder: Path  # datastore and run directories
@@ -33,7 +36,9 @@ class FlowRun:
     def run(self) -> Any:
         metaflow.namespace(None)
         metaflow.metadata(f"local@{self.folder}")
-        return metaflow.Flow("GRPOFlow").latest_run
+        found = re.search(r"run-id (\d+)", self.output)
+        assert found, self.output
+        return metaflow.Run(f"{self.flow}/{found[1]}")
 
     @property
     def data(self) -> Any:
@@ -55,9 +60,30 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def run_flow(folder: Path, *arguments: str, overrides: Sequence[str] = (), timeout_s: float = 500) -> FlowRun:
-    """`python flows/grpo_flow.py run …` with its files under `folder`."""
-    command = [sys.executable, "flows/grpo_flow.py", "run", *arguments]
+def flow_command(
+    folder: Path,
+    *arguments: str,
+    flow: str = "grpo_flow",
+    variables: Mapping[str, str] | None = None,
+    timeout_s: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """`python flows/<flow>.py …` with the datastore of `folder`."""
+    return subprocess.run(
+        [sys.executable, f"flows/{flow}.py", *arguments],
+        cwd=ROOT,
+        env=environment(folder) | dict(variables or {}),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+    )
+
+
+def run_flow(
+    folder: Path, *arguments: str, flow: str = "grpo_flow", overrides: Sequence[str] = (), timeout_s: float = 500
+) -> FlowRun:
+    """`python flows/<flow>.py run …` with its files under `folder`."""
+    command = [sys.executable, f"flows/{flow}.py", "run", *arguments]
     for override in (f"storage.root={folder / 'runs'}", *overrides):
         command += ["--set", override]
     done = subprocess.run(
@@ -70,7 +96,7 @@ def run_flow(folder: Path, *arguments: str, overrides: Sequence[str] = (), timeo
         timeout=timeout_s,
         check=False,
     )
-    return FlowRun(code=done.returncode, output=done.stdout, folder=folder)
+    return FlowRun(flow=_FLOWS[flow], code=done.returncode, output=done.stdout, folder=folder)
 
 
 @pytest.fixture(scope="session")

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.flow.conftest import ROOT, environment
+from tests.flow.conftest import ROOT, flow_command
 
 PROFILES = ROOT / "flows" / "profiles"
-
-
-def flow_command(
-    folder: Path, *arguments: str, flow: str = "grpo_flow", **variables: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, f"flows/{flow}.py", *arguments],
-        cwd=ROOT,
-        env=environment(folder) | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +46,7 @@ def compiled(folder: Path, flow: str, profile: Path, s3: dict[str, str]) -> dict
         *("--config", "profile", str(profile), "--datastore", "s3"),
         *("argo-workflows", "create", "--only-json"),
         flow=flow,
-        **s3,
+        variables=s3,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout[done.stdout.index("{") :])
