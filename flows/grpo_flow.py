@@ -29,7 +29,7 @@ _PROFILES = Path(__file__).resolve().parent / "profiles"
 class GRPOFlow(FlowSpec):
     """Prompts and a base model in; a GRPO-trained model, its evaluation and a parity verdict out."""
 
-    trainer = Parameter("trainer", default="olmo_core", help="Trainer backend: olmo_core.")
+    trainer = Parameter("trainer", default="olmo_core", help="Trainer backend: olmo_core or hf_deepspeed.")
     recipe = Parameter("recipe", default="embedded_addition", help="Named configuration to start from.")
     overrides = Parameter("set", type=str, multiple=True, default=[], help="key.path=value, repeatable.")
     seed = Parameter("seed", type=int, default=None, help="Run seed; the recipe's when absent.")

@@ -50,9 +50,9 @@ class _Memory:
 class RankMemory(_Memory):
     """Bytes of one trainer rank by cause."""
 
-    parameters: int  # fp32 shard
-    gradients: int  # fp32 shard
-    optimizer: int  # two fp32 moments of the shard
+    parameters: int  # fp32 masters, and DeepSpeed's copies in the compute dtype
+    gradients: int  # fp32
+    optimizer: int  # two fp32 moments
     gathered: int  # full tensors that exist at a time: a layer in the forward pass, a bucket in a push
     activations: int
     logits: int  # fp32 [chunk, vocab]: logits, log-softmax and gradient
@@ -170,24 +170,29 @@ def kv_bytes_per_token(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def rank_memory(config: RunConfig, facts: ModelFacts) -> RankMemory:
-    """Fully sharded fp32 training; activations by Korthikanti et al. 2022 (arXiv 2205.05198), equation 1.
+    """fp32 training under FSDP2 or a ZeRO stage; activations by Korthikanti et al. 2022 (arXiv 2205.05198), equation 1.
 
     The paper's s·b·h·(34 + 5·a·s/h) bytes per layer are for 2-byte activations and a materialised [T, T] attention
-    matrix, which is what torch's masked attention on CPU does.
+    matrix, which is what torch's masked attention on CPU does. Recomputed layers keep their s·b·h inputs only.
     """
     trainer = config.trainer
-    shard = math.ceil(facts.num_parameters / trainer.num_ranks)
     tokens = trainer.pack_length * trainer.micro_batch_packs
     per_layer = tokens * (34 * facts.hidden_size + 5 * facts.num_heads * trainer.pack_length)
+    if trainer.activation_checkpointing:
+        activations = per_layer + facts.num_layers * 2 * tokens * facts.hidden_size
+    else:
+        activations = facts.num_layers * per_layer
     embedding = facts.vocab_size * facts.hidden_size
     layer = math.ceil((facts.num_parameters - embedding) / facts.num_layers)
+    in_forward = 4 * (embedding + layer) if _gathers_in_forward(config) else 0
+    parameters, gradients = _weights_and_gradients(config, facts)
     return RankMemory(
         process=_RANK_PROCESS_BYTES,
-        parameters=4 * shard,
-        gradients=4 * shard,
-        optimizer=8 * shard,
-        gathered=max(4 * (embedding + layer), min(trainer.bucket_mib * MIB, 4 * facts.num_parameters)),
-        activations=per_layer * facts.num_layers * _DTYPE_BYTES[config.model.dtype] // 2,
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=8 * (facts.num_parameters if _is_replicated(config) else _shard(config, facts)),
+        gathered=max(in_forward, min(trainer.bucket_mib * MIB, 4 * facts.num_parameters)),
+        activations=activations * _DTYPE_BYTES[config.model.dtype] // 2,
         logits=3 * 4 * min(trainer.logprob_chunk_tokens, tokens) * facts.vocab_size,
     )
 
@@ -206,6 +211,38 @@ def engine_memory(config: RunConfig, facts: ModelFacts) -> EngineMemory:
 def gib(num_bytes: float) -> str:
     """Bytes for people, e.g. ``"3.2 GiB"`` or ``"12.5 MiB"``."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _shard(config: RunConfig, facts: ModelFacts) -> int:
+    """Parameters of one rank where they are spread."""
+    return math.ceil(facts.num_parameters / config.trainer.num_ranks)
+
+
+def _is_replicated(config: RunConfig) -> bool:
+    return config.trainer.backend == "hf_deepspeed" and config.trainer.zero_stage == 0
+
+
+def _gathers_in_forward(config: RunConfig) -> bool:
+    return config.trainer.backend == "olmo_core" or config.trainer.zero_stage == 3
+
+
+def _weights_and_gradients(config: RunConfig, facts: ModelFacts) -> tuple[int, int]:
+    """Bytes of one rank's weights and gradients.
+
+    FSDP2 computes with fp32 shards that it gathers. DeepSpeed has masters beside what it computes with: whole below
+    stage 3, a shard at stage 3. Its gradients are whole below stage 2 and exist twice in a step from stage 1 on, as
+    they were accumulated and flattened for the optimiser.
+    """
+    whole, shard = facts.num_parameters, _shard(config, facts)
+    if config.trainer.backend == "olmo_core":
+        return 4 * shard, 4 * shard
+    compute = _DTYPE_BYTES[config.model.dtype]
+    return {
+        0: (4 * whole, 4 * whole),
+        1: (compute * whole + 4 * shard, 4 * whole + 4 * shard),
+        2: (compute * whole + 4 * shard, 8 * shard),
+        3: (compute * shard + 4 * shard, 8 * shard),
+    }[config.trainer.zero_stage]
 
 
 def _packs(samples: int, sample_tokens: int, pack_length: int) -> Bounds:

@@ -254,6 +254,17 @@ def tolerances_fit_the_dtype(config: RunConfig) -> str | None:
     )
 
 
+def zero_stage_adds_gradients_in_fp32(config: RunConfig) -> str | None:
+    trainer = config.trainer
+    if trainer.backend != "hf_deepspeed" or config.model.dtype != "bfloat16" or trainer.zero_stage >= 2:
+        return None
+    return (
+        f"trainer.zero_stage ({trainer.zero_stage}) with model.dtype ({config.model.dtype}): below stage 2 DeepSpeed "
+        "keeps no fp32 gradients beside bfloat16 weights, and sums of micro-batches would be rounded; set "
+        "trainer.zero_stage=2 or 3, or model.dtype=float32"
+    )
+
+
 def parity_tolerances_are_ordered(config: RunConfig) -> str | None:
     mean, p999, largest = config.parity.mean_abs, config.parity.p999_abs, config.parity.max_abs
     if mean <= p999 <= largest:
@@ -285,5 +296,6 @@ RULES: tuple[Rule, ...] = (
     ranks_and_engines_share_a_device_kind,
     transfer_reaches_the_devices,
     tolerances_fit_the_dtype,
+    zero_stage_adds_gradients_in_fp32,
     parity_tolerances_are_ordered,
 )

@@ -263,7 +263,7 @@ def test_nothing_was_left_running(flow_run: FlowRun, data: Any) -> None:
     ("arguments", "overrides", "message"),
     [
         (("--recipe", "embeded_addition"), (), "did you mean embedded_addition"),
-        (("--trainer", "hf_deepspeed"), (), "hf_deepspeed"),
+        (("--trainer", "hf_deepspeed"), ("trainer.num_ranks=64",), "64 ranks"),
         (("--trainer", "megatron"), (), "trainer.backend (megatron)"),
         ((), ("trainer.lerning_rate=1",), "did you mean trainer.learning_rate?"),
         ((), ("rollout.group_size=1",), "rollout.group_size (1)"),

@@ -116,7 +116,8 @@ def test_preflight_shortfalls_exit_1(capsys: pytest.CaptureFixture[str], tmp_pat
         capsys=capsys,
     )
     assert code == 1
-    assert "SHORT  trainer" in out
+    assert "SHORT  CPUs" in out
+    assert "deepspeed 0.19.8" in out
     assert "100000 ranks x 0.5 + 1 engine x 1 = 50001 CPUs of" in out
     assert "falls short in" in err
 

@@ -49,6 +49,21 @@ CASES = [
         ["algorithm.loss (dr_grpo)", "algorithm.loss_denominator (tokens)"],
         ["algorithm.loss_denominator=constant", "algorithm.constant_denominator=1536"],
     ),
+    *(
+        (
+            "zero_stage_adds_gradients_in_fp32",
+            [
+                "trainer.backend=hf_deepspeed",
+                f"trainer.zero_stage={stage}",
+                "model.dtype=bfloat16",
+                "weight_sync.canary_tolerance=0.1",
+                "parity.max_abs=0.1",
+            ],
+            [f"trainer.zero_stage ({stage})", "model.dtype (bfloat16)", "fp32 gradients"],
+            ["trainer.zero_stage=2"],
+        )
+        for stage in (0, 1)
+    ),
     (
         "dr_grpo_keeps_the_spread",
         ["algorithm.loss=dr_grpo", "algorithm.loss_denominator=constant", "algorithm.constant_denominator=1536"],

@@ -89,6 +89,31 @@ def test_rank_memory_of_a_large_model_worked_by_hand() -> None:
     assert memory.total == memory.device + memory.process
 
 
+@pytest.mark.parametrize(
+    ("stage", "parameters", "gradients", "optimizer"),
+    [(0, 16, 16, 32), (1, 16 + 4, 16 + 4, 8), (2, 16 + 4, 8, 8), (3, 4 + 4, 8, 8)],
+)
+def test_rank_memory_by_zero_stage_worked_by_hand(stage: int, parameters: int, gradients: int, optimizer: int) -> None:
+    """10^9 bytes a rank for 4 10^9 parameters over 4 ranks in fp32: 16 whole, 4 a shard."""
+    memory = rank_memory(
+        embedded("trainer.backend=hf_deepspeed", f"trainer.zero_stage={stage}", "trainer.num_ranks=4"), QWEN_4B
+    )
+    billions = [memory.parameters / 1e9, memory.gradients / 1e9, memory.optimizer / 1e9]
+    assert billions == [parameters, gradients, optimizer]
+
+
+def test_zero_2_computes_with_whole_bf16_weights() -> None:
+    overrides = ["model.dtype=bfloat16", "weight_sync.canary_tolerance=0.1", "parity.max_abs=0.1"]
+    memory = rank_memory(embedded("trainer.backend=hf_deepspeed", "trainer.num_ranks=4", *overrides), QWEN_4B)
+    assert memory.parameters == 8_000_000_000 + 4_000_000_000
+
+
+def test_recomputed_layers_keep_their_inputs_only() -> None:
+    kept = rank_memory(embedded(), QWEN_4B).activations
+    recomputed = rank_memory(embedded("trainer.activation_checkpointing=true"), QWEN_4B).activations
+    assert recomputed == kept // 36 + 36 * 16 * 128 * 2560 * 4
+
+
 def test_kv_bytes_of_known_models() -> None:
     """Keys and values x layers x heads x head_dim x bytes; 147 456 bytes a token is Qwen3-4B in bfloat16."""
     assert kv_bytes_per_token(embedded(), TINY) == 2 * 3 * 2 * 64 * 4

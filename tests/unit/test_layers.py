@@ -120,7 +120,9 @@ def test_heavy_packages_have_one_home() -> None:
             {"ray", "vllm", "olmo_core", "metaflow", "transformers", "wandb", "boto3"},
         ),
         ("import grpo_lib.verifiers.pool", {"torch", "transformers", "ray", "vllm"}),
-        ("import grpo_lib.trainers.olmo_core", {"ray", "vllm", "metaflow"}),
+        ("import grpo_lib.trainers.olmo_core", {"ray", "vllm", "metaflow", "deepspeed"}),
+        ("import grpo_lib.trainers.hf_deepspeed", {"ray", "vllm", "metaflow", "olmo_core", "deepspeed"}),
+        ("import grpo_lib.stages.trainer_rank", {"olmo_core", "deepspeed", "transformers"}),
         ("import grpo_lib.weight_sync.sync", {"vllm", "ray"}),
     ],
 )

@@ -97,11 +97,6 @@ def test_a_port_in_use_and_a_free_one(tmp_path: Path) -> None:
     assert run_preflight(embedded(f"weight_sync.port={port}"), TINY, root=tmp_path, machine=LARGE)
 
 
-def test_a_trainer_that_does_not_exist_yet(tmp_path: Path) -> None:
-    (line,) = shortfalls(embedded("trainer.backend=hf_deepspeed"), tmp_path)
-    assert "trainer.backend (hf_deepspeed) is not available yet; use trainer.backend=olmo_core" in line
-
-
 def test_a_model_that_does_not_fit_the_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="20 positions"):
         run_preflight(embedded(), replace(TINY, max_position=20), root=tmp_path, machine=LARGE)
@@ -129,7 +124,10 @@ def test_packages_are_asked_for_only_where_they_are_needed() -> None:
     names = {package.names[0][0]: package for package in PACKAGES}
     assert not names["wandb"].needed(embedded())
     assert names["wandb"].needed(embedded("tracking.wandb=true"))
-    assert not names["ai2-olmo-core"].needed(embedded("trainer.backend=hf_deepspeed"))
+    for backend, package in (("olmo_core", "ai2-olmo-core"), ("hf_deepspeed", "deepspeed")):
+        assert names[package].needed(embedded(f"trainer.backend={backend}"))
+        other = "hf_deepspeed" if backend == "olmo_core" else "olmo_core"
+        assert not names[package].needed(embedded(f"trainer.backend={other}"))
     assert installed(names["numpy"])[1] is not None
 
 
