@@ -33,6 +33,8 @@ class Fault:
     version: int | None = None  # weights of this policy version
     tensors: tuple[str, ...] = ()  # only these of it, by Hugging Face name; empty = all
     bf16_weights: bool = False  # weights rounded to bfloat16, arithmetic unchanged
+    head_version: int | None = None  # a tied output head that holds the embedding of this version
+    head_detached: bool = False  # the output head's part of the gradient goes nowhere
 
 
 def faulty_batch(batch: PackedBatch, fault: Fault) -> PackedBatch:

@@ -108,6 +108,11 @@ class Reference(Protocol):
     @property
     def tensor_names(self) -> tuple[str, ...]: ...
 
+    @property
+    def tied_embedding(self) -> str | None:
+        """Name of the embedding that is the output head too; None where the head is a tensor of its own."""
+        ...
+
     def logprobs(self, batch: PackedBatch, fault: Fault) -> torch.Tensor:
         """[B, T] of the labels of `faulty_batch(batch, fault)`."""
         ...
@@ -117,7 +122,7 @@ class Reference(Protocol):
         ...
 
     def gradient(
-        self, batches: Sequence[PackedBatch], loss: PolicyLoss, *, loss_denominator: float
+        self, batches: Sequence[PackedBatch], loss: PolicyLoss, *, loss_denominator: float, fault: Fault
     ) -> Mapping[str, torch.Tensor]:
         """Tensor name → gradient of the summed token loss / `loss_denominator`, not clipped."""
         ...

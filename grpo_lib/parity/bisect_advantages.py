@@ -16,6 +16,7 @@ from itertools import combinations
 import numpy as np
 import torch
 
+from grpo_lib.algo.faults import Fault
 from grpo_lib.interfaces import PolicyLoss
 from grpo_lib.parity.bisect import Cause, Diagnosis, Finding, Reference, listed
 from grpo_lib.types import PackedBatch, StepPlan
@@ -135,7 +136,7 @@ def recover(
     target = sample(gradient)
     columns = torch.stack(
         [
-            sample(reference.gradient([unit.batch], loss, loss_denominator=loss_denominator).__getitem__)
+            sample(reference.gradient([unit.batch], loss, loss_denominator=loss_denominator, fault=Fault()).__getitem__)
             for unit in units
         ],
         dim=1,

@@ -73,7 +73,7 @@ def _layer(
     layer: str, batches: Sequence[PackedBatch], a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], tolerance: float
 ) -> LayerDifference:
     largest, relative, parts_at = 0.0, 0.0, ""
-    for index, (batch, of_a, of_b) in enumerate(zip(batches, a, b, strict=True)):
+    for batch, of_a, of_b in zip(batches, a, b, strict=True):
         is_real = batch.doc_ids > 0
         if not is_real.any():
             continue
@@ -86,7 +86,7 @@ def _layer(
             row, position = over[0].tolist()
             doc_id = int(batch.doc_ids[row, position])
             parts_at = (
-                f"{batch.sample_ids[row][doc_id - 1]} token {int((batch.doc_ids[row, :position] == doc_id).sum())} "
-                f"(micro-batch {index}, row {row}, document {doc_id}, row position {position})"
+                f"token {int((batch.doc_ids[row, :position] == doc_id).sum())} of document {doc_id} of row {row} "
+                f"({batch.sample_ids[row][doc_id - 1]})"
             )
     return LayerDifference(layer=layer, max_abs=largest, relative=relative, parts_at=parts_at)

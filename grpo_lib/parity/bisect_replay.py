@@ -1,10 +1,11 @@
-"""Walk two trainers in lockstep to the first step where they part, and examine both there."""
+"""Take stored steps with any number of trainers, each judged against an independent model, until one is wrong."""
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,109 +14,177 @@ from grpo_lib import loop
 from grpo_lib.config import RunConfig
 from grpo_lib.interfaces import ReplayTrainer
 from grpo_lib.parity.bisect import Diagnosis, Reference
-from grpo_lib.parity.bisect_layers import Layers, layer_differences, layer_rows
-from grpo_lib.parity.bisect_training import TakenStep, bisect_step, take_step
-from grpo_lib.parity.replay import ReplayStep, StateReader, lockstep
+from grpo_lib.parity.bisect_layers import Layers, layer_differences, layer_rows, parting
+from grpo_lib.parity.bisect_scores import Scores, bisect_scores, first_apart, largest_apart
+from grpo_lib.parity.bisect_training import (
+    TakenStep,
+    bisect_gradient,
+    bisect_head,
+    bisect_update,
+    gradient_distance,
+    take_step,
+    update_distance,
+)
+from grpo_lib.parity.replay import StateReader
 from grpo_lib.parity.replay_inputs import ReplayBatch
-from grpo_lib.parity.replay_verdicts import lockstep_checks
-from grpo_lib.types import TRAINING_STATE, PackedBatch, ParityVerdict, StateKind
+from grpo_lib.types import TRAINING_STATE, StateKind, StepPlan
 
 # (version that is right, version → reader of its weights) → the independent model
 MakeReference = Callable[[int, Mapping[int, Callable[[str], torch.Tensor]]], Reference]
 
 LAYER_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # relative difference of a token's hidden state that is rounding
 
+_KEPT_VERSIONS = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parting:
-    """What the walk found."""
+class JudgedStep:
+    """One trainer's step against the independent model."""
 
-    steps: tuple[ReplayStep, ...]  # all that were taken; the last one parts, where any does
-    parted: bool
+    step: int
+    name: str
+    version: int  # before the step
+    num_tokens: int
+    logprob_max_abs: float
+    gradient_relative: float  # NaN where the log-probabilities are wrong already
+    update_relative: float  # from AdamW on the trainer's own gradient
     diagnosis: Diagnosis
 
 
-def bisect_lockstep(
-    leader: ReplayTrainer,
-    follower: ReplayTrainer,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySide:
+    """A trainer with its own configuration."""
+
+    trainer: ReplayTrainer
+    config: RunConfig
+
+
+def bisect_replay(
+    sides: Sequence[ReplaySide],
     batches: Sequence[ReplayBatch],
     *,
-    config: RunConfig,
     scratch: Path,
     read: StateReader,
     make_reference: MakeReference,
-    follower_config: RunConfig | None = None,
-) -> Parting:
-    """Both trainers are judged against the independent model, whichever of them is wrong.
+) -> tuple[JudgedStep, ...]:
+    """Every step from the first side's state, up to the first step in which some side is wrong.
+
+    Each step is taken once: a mistake that leaves a trace outside of the dumped state cannot blur a second attempt.
 
     Args:
-        batches: Stored steps; the leader holds the state that the first of them starts from.
-        config: Of the leader.
-        scratch: Existing folder that the driver and all ranks see; holds the weights of every version on the way.
+        sides: One or more; the first holds the state that the first step starts from and carries it along.
+        batches: Stored steps. One without trainable tokens is not applied.
+        scratch: Existing folder that the driver and all ranks see; keeps the first state and the last three.
         read: Opens what `dump_state` wrote.
-        follower_config: Where the follower's differs.
     """
-    steps: list[ReplayStep] = []
+    leader = sides[0].trainer
     versions: dict[int, Path] = {}
-    configs = (config, follower_config or config)
+    judged: list[JudgedStep] = []
     for batch in batches:
-        start = scratch / f"version-{leader.policy_version:06d}"
-        leader.dump_state(start, TRAINING_STATE)
-        versions[leader.policy_version] = start
         version = leader.policy_version
-        taken = list(
-            lockstep(
-                leader, follower, [batch], config=config, follower_config=follower_config, scratch=scratch, read=read
-            )
-        )
-        steps += taken
-        if any(_parts(step, configs) for step in taken):
-            weights = {number: read(folder, StateKind.WEIGHT) for number, folder in versions.items()}
-            reference = make_reference(version, weights)
-            examined = _examine((leader, follower), configs, batch, reference, start, scratch, read)
-            return Parting(steps=tuple(steps), parted=True, diagnosis=examined)
-    return Parting(steps=tuple(steps), parted=False, diagnosis=Diagnosis())
+        versions[version] = start = scratch / f"version-{version:06d}"
+        leader.dump_state(start, TRAINING_STATE)
+        _forget(versions)
+        weights = {number: read(folder, StateKind.WEIGHT) for number, folder in versions.items()}
+        plans = [loop.plan_rollouts(side.config, side.trainer.num_ranks, batch.rollouts) for side in sides]
+        if any(plan is None for plan in plans):
+            continue
+        reference = make_reference(version, weights)
+        # The leader last: its state after the step is where the next one starts.
+        taken = [
+            _judge(side, plan, batch.step, reference, start=start, folder=scratch / "taken", read=read)
+            for side, plan in reversed(list(zip(sides, plans, strict=True)))
+            if plan is not None
+        ]
+        judged += reversed(taken)
+        if any(step.diagnosis.findings for step in taken):
+            break
+    return tuple(judged)
 
 
-def _parts(step: ReplayStep, configs: Sequence[RunConfig]) -> bool:
-    checks = lockstep_checks([step], configs[0].parity, configs[0].trainer, stored={step.step: step.content_digest})
-    return any(check.verdict is ParityVerdict.FAIL for check in checks)
+def _forget(versions: dict[int, Path]) -> None:
+    """Leave the first version and the last few: the ones that a scorer may have stayed at."""
+    for version in sorted(versions)[1:-_KEPT_VERSIONS]:
+        shutil.rmtree(versions.pop(version))
 
 
-def _examine(
-    trainers: Sequence[ReplayTrainer],
-    configs: Sequence[RunConfig],
-    batch: ReplayBatch,
+def _judge(
+    side: ReplaySide,
+    plan: StepPlan,
+    step: int,
     reference: Reference,
+    *,
     start: Path,
-    scratch: Path,
+    folder: Path,
     read: StateReader,
-) -> Diagnosis:
-    parts = []
-    for side, (trainer, config) in enumerate(zip(trainers, configs, strict=True)):
-        plan = loop.plan_rollouts(config, trainer.num_ranks, batch.rollouts)
-        assert plan is not None, "a step that parted was trained"
-        folder = scratch / f"examined-{side}"
-        taken = take_step(trainer, plan, config=config, start=start, folder=folder, read=read)
-        part = bisect_step(taken, reference)
-        if part.findings:
-            part = Diagnosis.merged([part, _layers(trainer, taken, reference, start, config)])
-        parts.append(part)
-        shutil.rmtree(folder)
-    return Diagnosis.merged(parts)
+) -> JudgedStep:
+    taken = take_step(side.trainer, plan, config=side.config, start=start, folder=folder, read=read)
+    parity = side.config.parity
+    largest = largest_apart(taken.scores, taken.batches, reference)
+    gradient_relative = math.nan
+    if largest <= parity.replay_max_abs:
+        gradient = gradient_distance(taken, reference)
+        gradient_relative = gradient.whole.relative
+        parts = [bisect_gradient(taken, reference, gradient)]
+    else:
+        # A gradient from wrong log-probabilities is wrong too, and tells of nothing more but the head's tie.
+        parts = [_bisect_wrong_scores(side, taken, reference, start), bisect_head(taken, reference)]
+    update = update_distance(taken)
+    parts.append(bisect_update(taken, update))
+    shutil.rmtree(folder)
+    return JudgedStep(
+        step=step,
+        name=taken.name,
+        version=taken.version_before,
+        num_tokens=plan.num_trained_tokens,
+        logprob_max_abs=largest,
+        gradient_relative=gradient_relative,
+        update_relative=update.whole.relative,
+        diagnosis=Diagnosis.merged(parts),
+    )
 
 
-def _layers(
-    trainer: ReplayTrainer, taken: TakenStep, reference: Reference, start: Path, config: RunConfig
-) -> Diagnosis:
-    """The table of hidden states under the weights before the step."""
+def _bisect_wrong_scores(side: ReplaySide, taken: TakenStep, reference: Reference, start: Path) -> Diagnosis:
+    trainer = side.trainer
+    tolerance = side.config.parity.replay_max_abs
+    scored = bisect_scores({taken.name: taken.scores}, taken.batches, reference, tolerance=tolerance)
+    after = start.with_name(f"{start.name}-after")
+    trainer.dump_state(after, TRAINING_STATE)
     trainer.restore_state(start)
-    own = [layers for rank in trainer.hidden_states(taken.plan) for layers in rank]
-    right = reference_layers(reference, taken.batches)
-    differences = layer_differences(taken.batches, own, right, tolerance=LAYER_TOLERANCE[config.model.dtype])
-    return Diagnosis(tables={"layers": layer_rows(taken.name, differences)})
+    found = with_layers(scored, trainer, taken.plan, taken.scores, reference, side.config)
+    trainer.restore_state(after)
+    shutil.rmtree(after)
+    return found
 
 
-def reference_layers(reference: Reference, batches: Sequence[PackedBatch]) -> list[Layers]:
-    """Of each micro-batch, by the model as configured."""
-    return [reference.hidden_states(batch) for batch in batches]
+def with_layers(
+    scored: Diagnosis,
+    trainer: ReplayTrainer,
+    plan: StepPlan,
+    scores: Scores,
+    reference: Reference,
+    config: RunConfig,
+) -> Diagnosis:
+    """The diagnosis of a trainer's scores, with the layer where its hidden states part and the table of all layers.
+
+    One micro-batch of each rank is compared, the one with the first document that differs: hidden states of all layers
+    are large.
+
+    Args:
+        trainer: Holding the weights that the reference holds.
+    """
+    batches = tuple(batch for rank in plan.micro_batches for batch in rank)
+    place = first_apart(scores, batches, reference, tolerance=config.parity.replay_max_abs)
+    if place is None:
+        return scored
+    index = place.micro_batch % len(plan.micro_batches[0])
+    part = replace(plan, micro_batches=tuple((rank[index],) for rank in plan.micro_batches))
+    compared = [rank[0] for rank in part.micro_batches]
+    own: list[Layers] = [layers for rank in trainer.hidden_states(part) for layers in rank]
+    right: list[Layers] = [reference.hidden_states(batch) for batch in compared]
+    differences = layer_differences(compared, own, right, tolerance=LAYER_TOLERANCE[config.model.dtype])
+    findings = tuple(
+        replace(f, where=f"{f.where}; {parting(differences)}") if f.subject == trainer.name else f
+        for f in scored.findings
+    )
+    return Diagnosis(findings=findings, tables={**scored.tables, "layers": layer_rows(trainer.name, differences)})

@@ -143,6 +143,20 @@ def bisect_scores(
     return Diagnosis.merged(parts)
 
 
+def largest_apart(scores: Scores, batches: Sequence[PackedBatch], reference: Reference) -> float:
+    """Largest difference from the reference as configured; NaN with a value that is not finite."""
+    right = predict(reference, batches, Fault())
+    return rms_and_max(scores, right, list(right))[1]
+
+
+def first_apart(
+    scores: Scores, batches: Sequence[PackedBatch], reference: Reference, *, tolerance: float
+) -> Place | None:
+    """The first document in pack order that is off the reference as configured."""
+    right = predict(reference, batches, Fault())
+    return next((place for place in _places(batches) if _first_apart(place, scores, right, tolerance)), None)
+
+
 def predict(reference: Reference, batches: Sequence[PackedBatch], fault: Fault) -> dict[str, np.ndarray]:
     """Sample id → [R] log-probabilities of the response under a fault."""
     found: dict[str, np.ndarray] = {}
@@ -154,8 +168,13 @@ def predict(reference: Reference, batches: Sequence[PackedBatch], fault: Fault) 
 def rms_and_max(a: Scores, b: Scores, ids: Sequence[str], *, edges: bool = True) -> tuple[float, float]:
     """Root mean square and largest |a - b| over some documents; NaN with a non-finite value or without a token."""
     inner = slice(None) if edges else slice(1, -1)
-    d = np.concatenate([np.zeros(0), *(np.subtract(a[key], b[key], dtype=np.float64)[inner] for key in ids)])
+    d = np.concatenate([np.zeros(0), *(_apart(a, b, key)[inner] for key in ids)])
     return (float(np.sqrt(np.mean(d**2))), float(np.abs(d).max())) if len(d) else (math.nan, math.nan)
+
+
+def _apart(a: Scores, b: Scores, sample_id: str) -> np.ndarray:
+    """[R] float64."""
+    return np.subtract(a[sample_id], b[sample_id], dtype=np.float64)
 
 
 def _explain(suspect: Suspect, batches: Sequence[PackedBatch], reference: Reference, *, is_sampler: bool) -> Diagnosis:
@@ -311,6 +330,13 @@ def _weights(reference: Reference) -> Iterator[Hypothesis]:
             says=f"with the weights of {instead}",
             where=f"weights of {instead}",
         )
+        if reference.tied_embedding:
+            yield Hypothesis(
+                cause=Cause.HEAD_UNTIED,
+                fault=Fault(head_version=version),
+                says=f"whose output head is the embedding of {instead}, while the embedding itself is right",
+                where=f"output head, tied to {reference.tied_embedding}, holds it as of {instead}",
+            )
         if len(root) > 1:
             yield Hypothesis(
                 cause=Cause.STALE_TENSORS,
@@ -362,7 +388,7 @@ def _places(batches: Sequence[PackedBatch]) -> Iterator[Place]:
 
 def _first_apart(place: Place, a: Scores, b: Scores, tolerance: float) -> tuple[Place, int] | None:
     """The first response token out of tolerance, NaN included."""
-    within = np.abs(np.float64(a[place.sample_id]) - np.float64(b[place.sample_id])) <= tolerance
+    within = np.abs(_apart(a, b, place.sample_id)) <= tolerance
     return None if within.all() else (place, int(np.argmin(within)))
 
 
@@ -373,7 +399,8 @@ def _difference_rows(suspect: Suspect) -> list[dict[str, object]]:
     for place in suspect.places:
         if place.sample_id in shown:
             a, b = suspect.scores[place.sample_id], suspect.right[place.sample_id]
-            worst = int(np.nan_to_num(np.abs(np.float64(a) - np.float64(b)), nan=np.inf).argmax())
+            apart = np.abs(_apart(suspect.scores, suspect.right, place.sample_id))
+            worst = int(np.nan_to_num(apart, nan=np.inf).argmax())
             rows.append(
                 {
                     "scorer": suspect.name,

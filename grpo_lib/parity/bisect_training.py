@@ -22,16 +22,17 @@ from grpo_lib.config import RunConfig, TrainerConfig
 from grpo_lib.interfaces import ReplayTrainer
 from grpo_lib.parity.bisect import Cause, Diagnosis, Finding, Reference, listed
 from grpo_lib.parity.bisect_advantages import explain_gradient
-from grpo_lib.parity.bisect_scores import bisect_scores
 from grpo_lib.parity.distances import StateDistance, TensorDistance, state_distance
 from grpo_lib.parity.replay import StateReader, TensorReader, score_plan
 from grpo_lib.types import PackedBatch, StateKind, StepPlan
 
 _PARALLEL = 1e-6  # 1 - cosine of two gradients that differ by rounding and length only, at least
 _SAME_SCALE = 1e-4  # likewise, of two equal lengths
+_SAME_PART = 1e-3  # relative distance of a gradient from one part of the right one
 _UPDATE_TOLERANCE = 1e-3  # relative; an update is a small difference of fp32 weights, so rounding is a part of it
 _UPDATE_PARALLEL = 1e-3
 _SHOWN_TENSORS = 12
+_CORRECT = Fault()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,53 +87,60 @@ def take_step(
     )
 
 
-def bisect_step(taken: TakenStep, reference: Reference) -> Diagnosis:
-    """Name what is wrong with a trainer's log-probabilities, gradient and update.
+# -- gradient ----------------------------------------------------------------------------------------------------------
 
-    A gradient from wrong log-probabilities is wrong too and tells nothing more, so it is looked at only where they are
-    right.
+
+def gradient_distance(taken: TakenStep, reference: Reference) -> StateDistance:
+    """From a plain model's gradient on the same rows.
 
     Args:
         reference: Holding the weights of `taken.start`.
     """
-    parity = taken.config.parity
-    scored = bisect_scores({taken.name: taken.scores}, taken.batches, reference, tolerance=parity.max_abs)
-    gradient = Diagnosis() if scored.findings else _bisect_gradient(taken, reference, parity.replay_relative)
-    return Diagnosis.merged([scored, gradient, _bisect_update(taken)])
+    right = _right_gradient(taken, reference, _CORRECT)
+    return state_distance(sorted(right), taken.gradient, right.__getitem__)
 
 
-# -- gradient ----------------------------------------------------------------------------------------------------------
+def bisect_gradient(taken: TakenStep, reference: Reference, distance: StateDistance) -> Diagnosis:
+    """Name what is wrong with a gradient whose log-probabilities are right.
 
-
-def _bisect_gradient(taken: TakenStep, reference: Reference, tolerance: float) -> Diagnosis:
-    denominator = loop.loss_denominator(taken.config, taken.plan)
-    batches = with_frozen_policy(taken.batches, taken.config, reference)
-    loss = build_loss(taken.config.algorithm)
-    right = reference.gradient(batches, loss, loss_denominator=denominator)
-    distance = state_distance(sorted(right), taken.gradient, right.__getitem__)
+    Args:
+        distance: `gradient_distance`.
+    """
+    tolerance = taken.config.parity.replay_relative
     if distance.whole.relative <= tolerance:
         return Diagnosis()
-    tables = {"gradients": _tensor_rows(taken.name, distance, tolerance)}
-    finding = _scaled(taken, distance, tolerance) or _untied(taken, distance, right, tolerance)
-    if finding is not None:
-        return Diagnosis(findings=(finding,), tables=tables)
+    tables = Diagnosis(tables={"gradients": _tensor_rows(taken.name, distance, tolerance)})
+    scaled = _scaled(taken, distance, tolerance)
+    if scaled is not None:
+        return Diagnosis.merged([tables, Diagnosis(findings=(scaled,))])
+    untied = bisect_head(taken, reference)
+    if untied.findings:
+        return Diagnosis.merged([tables, untied])
     recovered = explain_gradient(
-        taken.name, taken.gradient, taken.plan, reference, loss, batches=batches, loss_denominator=denominator
+        taken.name,
+        taken.gradient,
+        taken.plan,
+        reference,
+        build_loss(taken.config.algorithm),
+        batches=with_frozen_policy(taken.batches, taken.config, reference),
+        loss_denominator=loop.loss_denominator(taken.config, taken.plan),
     )
-    if recovered.findings:
-        return Diagnosis(findings=recovered.findings, tables={**tables, **recovered.tables})
-    worst = [t for t in distance.tensors if not t.relative <= tolerance]
-    finding = Finding(
+    # Kept only where nothing better founded is known.
+    return Diagnosis.merged([tables, recovered, Diagnosis(findings=(_unlike(taken, distance, tolerance),))])
+
+
+def _unlike(taken: TakenStep, distance: StateDistance, tolerance: float) -> Finding:
+    whole = distance.whole
+    worst = [tensor.name for tensor in distance.tensors if not tensor.relative <= tolerance]
+    return Finding(
         cause=Cause.UNEXPLAINED,
         subject=taken.name,
-        where=f"gradient of step from version {taken.version_before}: {listed([t.name for t in worst])}",
+        where=f"gradient of the step from version {taken.version_before}: {listed(worst)}",
         evidence=(
-            f"relative distance {distance.whole.relative:.2g} from a plain model's gradient (cosine "
-            f"{distance.whole.cosine:.6f}, scale {distance.whole.scale:.4g}) in {len(worst)} of "
-            f"{len(distance.tensors)} tensors, and no set of advantages gives it"
+            f"relative distance {whole.relative:.2g} from a plain model's gradient (cosine {whole.cosine:.6f}, scale "
+            f"{whole.scale:.4g}) in {len(worst)} of {len(distance.tensors)} tensors, and no set of advantages gives it"
         ),
     )
-    return Diagnosis(findings=(finding,), tables={**tables, **recovered.tables})
 
 
 def with_frozen_policy(batches: Sequence[PackedBatch], config: RunConfig, reference: Reference) -> list[PackedBatch]:
@@ -182,48 +190,75 @@ def _factor_name(scale: float, plan: StepPlan) -> str:
     return f": {' or '.join(fitting)}" if fitting else ""
 
 
-def _untied(
-    taken: TakenStep, distance: StateDistance, right: Mapping[str, torch.Tensor], tolerance: float
-) -> Finding | None:
-    """Only the tied embedding differs, and only inputs reach it: rows of tokens that are no input stay 0."""
-    differing = [tensor.name for tensor in distance.tensors if not tensor.relative <= tolerance]
-    if len(differing) != 1 or "embed" not in differing[0] or any("lm_head" in name for name in right):
-        return None
-    name = differing[0]
-    own, whole = taken.gradient(name), right[name]
+def bisect_head(taken: TakenStep, reference: Reference) -> Diagnosis:
+    """Name a tied head that lost its tie: only what comes through the inputs reaches the embedding.
+
+    Where the log-probabilities are right, its gradient is then the plain model's without the head's part. Where the
+    head has gone its own way already, rows of tokens that are no input still show it: they stay 0.
+    """
+    name = reference.tied_embedding
+    if name is None:
+        return Diagnosis()
+    own = taken.gradient(name)
+    whole = _right_gradient(taken, reference, _CORRECT)[name]
+    inputs_only = _right_gradient(taken, reference, Fault(head_detached=True))[name]
+    apart = state_distance([name], lambda _: own, lambda _: inputs_only).whole
     unread = torch.ones(len(whole), dtype=torch.bool)
     for batch in taken.batches:
         unread[batch.input_ids[batch.doc_ids > 0].unique()] = False
-    if not unread.any() or own[unread].any() or not whole[unread].any():
-        return None
-    return Finding(
+    if apart.relative <= _SAME_PART:
+        says = f"it is a plain model's gradient without the output head's part ({apart.relative:.1g} relative)"
+    elif not own[unread].any() and own[~unread].any() and whole[unread].any():
+        says = (
+            f"its rows of the {int(unread.sum())} tokens that are no input are exactly 0, where the output head's part "
+            f"reaches {float(whole[unread].abs().max()):.2g}"
+        )
+    else:
+        return Diagnosis()
+    finding = Finding(
         cause=Cause.HEAD_UNTIED,
         subject=taken.name,
         where=f"{name}, gradient of the step from version {taken.version_before}",
-        evidence=(
-            f"all other {len(distance.tensors) - 1} gradients are right; in this one the rows of the "
-            f"{int(unread.sum())} tokens that are no input are exactly 0, where the output head's part reaches "
-            f"{float(whole[unread].abs().max()):.2g}: the head's gradient goes elsewhere"
-        ),
+        evidence=f"{says}; the head's own gradient goes elsewhere",
     )
+    return Diagnosis(findings=(finding,))
+
+
+def _right_gradient(taken: TakenStep, reference: Reference, fault: Fault) -> Mapping[str, torch.Tensor]:
+    batches = with_frozen_policy(taken.batches, taken.config, reference)
+    denominator = loop.loss_denominator(taken.config, taken.plan)
+    loss = build_loss(taken.config.algorithm)
+    return reference.gradient(batches, loss, loss_denominator=denominator, fault=fault)
 
 
 # -- update ------------------------------------------------------------------------------------------------------------
 
 
-def _bisect_update(taken: TakenStep) -> Diagnosis:
-    names = sorted(taken.after.names)
+def update_distance(taken: TakenStep) -> StateDistance:
+    """From AdamW's change on the trainer's own gradient, at the configured learning rate."""
     weights = taken.start[StateKind.WEIGHT]
-    clip = _clip_factor(taken)
-    rate = configured_learning_rate(taken.config.trainer, taken.version_before, taken.config.loop.steps)
+    return state_distance(
+        sorted(taken.after.names),
+        lambda name: taken.after(name).double() - weights(name).double(),
+        _expected_update(taken),
+    )
 
-    def moved(name: str) -> torch.Tensor:
-        return taken.after(name).double() - weights(name).double()
 
-    def expected(name: str) -> torch.Tensor:
-        return adamw_update(taken, name, rate, clip)
+def _expected_update(taken: TakenStep) -> Callable[[str], torch.Tensor]:
+    clip, rate = _clip_factor(taken), _configured_rate(taken)
+    return lambda name: adamw_update(taken, name, rate, clip)
 
-    distance = state_distance(names, moved, expected)
+
+def _configured_rate(taken: TakenStep) -> float:
+    return configured_learning_rate(taken.config.trainer, taken.version_before, taken.config.loop.steps)
+
+
+def bisect_update(taken: TakenStep, distance: StateDistance) -> Diagnosis:
+    """Name what is wrong with an update, whatever its gradient was.
+
+    Args:
+        distance: `update_distance`.
+    """
     tables = {"updates": _tensor_rows(taken.name, distance, _UPDATE_TOLERANCE)}
     whole = distance.whole
     if whole.norm_a == 0 or taken.version_after != taken.version_before + 1:
@@ -231,8 +266,8 @@ def _bisect_update(taken: TakenStep) -> Diagnosis:
     if whole.relative <= _UPDATE_TOLERANCE:
         return Diagnosis()
     finding = (
-        _rounded(taken, names, expected)
-        or _other_rate(taken, distance, rate)
+        _rounded(taken)
+        or _other_rate(taken, distance)
         or Finding(
             cause=Cause.UNEXPLAINED,
             subject=taken.name,
@@ -294,8 +329,9 @@ def _skipped(taken: TakenStep, distance: StateDistance) -> Finding:
     )
 
 
-def _rounded(taken: TakenStep, names: Sequence[str], expected: Callable[[str], torch.Tensor]) -> Finding | None:
+def _rounded(taken: TakenStep) -> Finding | None:
     """All moved weights are numbers that bfloat16 holds, and the right ones, rounded."""
+    names, expected = sorted(taken.after.names), _expected_update(taken)
     moved = held = 0
     for name in names:
         after, before = taken.after(name), taken.start[StateKind.WEIGHT](name)
@@ -318,9 +354,9 @@ def _rounded(taken: TakenStep, names: Sequence[str], expected: Callable[[str], t
     )
 
 
-def _other_rate(taken: TakenStep, distance: StateDistance, rate: float) -> Finding | None:
+def _other_rate(taken: TakenStep, distance: StateDistance) -> Finding | None:
     """The right update times a factor."""
-    whole = distance.whole
+    whole, rate = distance.whole, _configured_rate(taken)
     if not whole.cosine >= 1 - _UPDATE_PARALLEL or abs(whole.scale - 1) <= _UPDATE_TOLERANCE:
         return None
     trainer, total = taken.config.trainer, taken.config.loop.steps

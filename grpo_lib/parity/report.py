@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_lib.config import RunConfig
 from grpo_lib.errors import ParityFailure
+from grpo_lib.parity.bisect import DIAGNOSIS
 from grpo_lib.parity.free_running import QUANTITIES, FreeRunning
 from grpo_lib.parity.probe import ENGINE_SCORE, HISTOGRAM_EDGES, PairStatistics
 from grpo_lib.parity.replay import ReplayStep
@@ -261,6 +262,9 @@ def render(report: Mapping[str, Any]) -> str:
         )
         if check["verdict"] != ParityVerdict.PASS:
             lines += textwrap.wrap(check["evidence"], WIDTH, initial_indent=" " * 13, subsequent_indent=" " * 13)
+    for row in report["tables"].get(DIAGNOSIS, ()):
+        said = visible(f"{row['subject']}: {row['cause']}. Where: {row['where']}. Why: {row['evidence']}")
+        lines += textwrap.wrap(said, WIDTH, initial_indent=f"{'cause':<13}", subsequent_indent=" " * 13)
     counts = {verdict: sum(check["verdict"] == verdict for check in checks) for verdict in ParityVerdict}
     lines += ["", f"{report['verdict']}: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())]
     return "\n".join(lines)
@@ -296,7 +300,11 @@ def gate(parity: Mapping[str, Any]) -> None:
     """Raise `ParityFailure` for a FAIL; an INCONCLUSIVE report is not a failure, and says what it lacks."""
     failed = [check["name"] for check in parity["checks"] if check["verdict"] == ParityVerdict.FAIL]
     if failed:
-        raise ParityFailure(f"{len(failed)} of {len(parity['checks'])} parity checks failed: {'; '.join(failed)}")
+        causes = [f"{row['subject']}: {row['cause']}" for row in parity["tables"].get(DIAGNOSIS, ())]
+        raise ParityFailure(
+            f"{len(failed)} of {len(parity['checks'])} parity checks failed: {'; '.join(failed)}"
+            + (f". Cause, by bisect: {'; '.join(causes)}" if causes else "")
+        )
 
 
 def _accuracy(value: float | None) -> str:

@@ -10,8 +10,8 @@ from grpo_lib.parity.report import WIDTH, render, visible
 
 Row = Mapping[str, Any]
 
-# For files and pages: too many rows to read, or drawn there.
-_NOT_SHOWN = frozenset({"histogram", "curves", "limits"})
+# For files and pages: too many rows to read, or drawn there. Causes stand below the checks, in full.
+_NOT_SHOWN = frozenset({"histogram", "curves", "limits", "diagnosis"})
 _MOST_ROWS = 40
 _MOST_CHARACTERS = 44  # of a cell in a table with several columns
 _GAP = 2

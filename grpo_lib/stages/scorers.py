@@ -12,7 +12,7 @@ from grpo_lib.algo.packing import plan_step, unpack_tokens
 from grpo_lib.config import TrainerConfig
 from grpo_lib.errors import DataError
 from grpo_lib.interfaces import TrainerGroup
-from grpo_lib.types import FinishReason, RolloutGroup, TrainingSample
+from grpo_lib.types import FinishReason, RolloutGroup, StepPlan, TrainingSample
 
 Sequences = Sequence[tuple[Sequence[int], int]]  # (token ids, number of prompt tokens)
 
@@ -84,18 +84,24 @@ def score_packed(
     trainer: TrainerGroup, documents: Mapping[str, tuple[Sequence[int], np.ndarray]], config: TrainerConfig
 ) -> dict[str, np.ndarray]:
     """Sample id → [R] float32 log-probabilities of the response tokens by the trainer's policy."""
-    samples = [_document(sample_id, prompt, response) for sample_id, (prompt, response) in documents.items()]
-    plan = plan_step(
-        samples,
-        num_ranks=trainer.num_ranks,
-        pack_length=config.pack_length,
-        micro_batch_packs=config.micro_batch_packs,
-    )
+    plan = scoring_plan(documents, config, num_ranks=trainer.num_ranks)
     scores: dict[str, np.ndarray] = {}
     for batches, logprobs in zip(plan.micro_batches, trainer.logprobs(plan), strict=True):
         for batch, values in zip(batches, logprobs, strict=True):
             scores.update(unpack_tokens(batch, values))
     return {sample_id: scores[sample_id] for sample_id in documents}
+
+
+def scoring_plan(
+    documents: Mapping[str, tuple[Sequence[int], np.ndarray]], config: TrainerConfig, *, num_ranks: int
+) -> StepPlan:
+    """The documents as the ranks of a trainer see them, packed."""
+    return plan_step(
+        [_document(sample_id, prompt, response) for sample_id, (prompt, response) in documents.items()],
+        num_ranks=num_ranks,
+        pack_length=config.pack_length,
+        micro_batch_packs=config.micro_batch_packs,
+    )
 
 
 def _document(sample_id: str, prompt: Sequence[int], response: np.ndarray) -> TrainingSample:

@@ -18,6 +18,7 @@ from grpo_lib.interfaces import PolicyLoss
 from grpo_lib.types import PackedBatch
 
 _MASK_ELEMENTS = 1 << 24  # of one forward; bounds mask and attention scores per head
+_EMBEDDING = "model.embed_tokens.weight"
 
 WeightReader = Callable[[str], torch.Tensor]  # Hugging Face name → full tensor
 
@@ -43,7 +44,7 @@ class HfReference:
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=getattr(torch, dtype), attn_implementation="eager"
         ).eval()
-        # PyTorch drops the gradient of an embedding's padding token, and a policy may sample that token and train on it.
+        # PyTorch drops the gradient of an embedding's padding token; a policy may sample that token and train on it.
         self._model.get_input_embeddings().padding_idx = None
         self._parameters = dict(self._model.named_parameters())  # a tied head is not listed twice
         self._held: tuple[object, ...] = ()
@@ -52,6 +53,11 @@ class HfReference:
     def tensor_names(self) -> tuple[str, ...]:
         """Hugging Face names, each stored tensor once."""
         return tuple(self._parameters)
+
+    @property
+    def tied_embedding(self) -> str | None:
+        """Name of the embedding that is the output head too; None where the head is a tensor of its own."""
+        return _EMBEDDING if self._model.config.tie_word_embeddings else None
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch, fault: Fault) -> torch.Tensor:
@@ -87,13 +93,13 @@ class HfReference:
         return {name: torch.where(is_real, torch.cat(rows), 0) for name, rows in seen.items()}
 
     def gradient(
-        self, batches: Sequence[PackedBatch], loss: PolicyLoss, *, loss_denominator: float
+        self, batches: Sequence[PackedBatch], loss: PolicyLoss, *, loss_denominator: float, fault: Fault
     ) -> dict[str, torch.Tensor]:
         """Tensor name → gradient of the summed token loss / `loss_denominator` over all batches, not clipped."""
-        self._hold(Fault())
+        self._hold(fault)
         self._model.zero_grad(set_to_none=True)
         for batch in batches:
-            value, _ = loss(self._logprobs(batch, Fault()), batch, loss_denominator)
+            value, _ = loss(self._logprobs(batch, fault), batch, loss_denominator)
             value.backward()
         gradients = {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -119,13 +125,20 @@ class HfReference:
             visible = visible_tokens(batch.doc_ids[chunk], fault.sight)[:, None]
             dtype = self._model.dtype
             mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
-            output = self._model(
+            output = self._model.model(
                 input_ids=batch.input_ids[chunk],
                 attention_mask=mask,
                 position_ids=batch.position_ids[chunk],
                 use_cache=False,
             )
-            yield chunk, output.logits
+            yield chunk, torch.nn.functional.linear(output.last_hidden_state, self._head(fault))
+
+    def _head(self, fault: Fault) -> torch.Tensor:
+        """[V, D]. The families here have no bias and no scale in their head."""
+        if fault.head_version is not None:
+            return self._weights[fault.head_version](_EMBEDDING).to(self._model.dtype)
+        weight = self._model.get_output_embeddings().weight
+        return weight.detach() if fault.head_detached else weight
 
     @torch.no_grad()
     def _hold(self, fault: Fault) -> None:

@@ -7,7 +7,7 @@ with another seed costs a second.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from grpo_lib import loop
 from grpo_lib.algo.advantages import assess_group
-from grpo_lib.algo.packing import plan_step
 from grpo_lib.config import RunConfig, with_overrides
 from grpo_lib.parity.replay_inputs import ReplayBatch
 from grpo_lib.recipes import embedded_addition
@@ -27,7 +26,6 @@ from grpo_lib.types import (
     TRAINING_STATE,
     Completion,
     FinishReason,
-    PackedBatch,
     Prompt,
     Rollout,
     RolloutGroup,
@@ -68,6 +66,7 @@ class StoredSteps:
     model: Path
     batches: tuple[ReplayBatch, ...]
     versions: tuple[Path, ...]  # folders of the training state, by version
+    metrics: tuple[dict[str, float], ...]  # of each step, those that the checks of a run's record read
 
     def weights(self, version: int) -> dict[str, torch.Tensor]:
         return load_file(self.versions[version] / "weight.safetensors")
@@ -86,11 +85,11 @@ class StoredSteps:
 
 
 def store_steps(model: Path, folder: Path, *, seed: int = 1, num_steps: int = NUM_STEPS) -> StoredSteps:
-    """Sample, judge and train `num_steps` steps with the OLMo-core trainer."""
+    """Sample, judge and train `num_steps` steps with the OLMo-core trainer; every seed gets the same prompts."""
     config = run_config(seed)
     trainer = LocalTrainer(build_backend("olmo_core", config, model), config, name="olmo_core")
     sampler = Sampler(model)
-    batches, versions = [], []
+    batches, versions, metrics = [], [], []
     for step in range(1, num_steps + 1):
         versions.append(folder / f"v{step - 1}")
         trainer.dump_state(versions[-1], TRAINING_STATE)
@@ -99,11 +98,14 @@ def store_steps(model: Path, folder: Path, *, seed: int = 1, num_steps: int = NU
         batches.append(batch)
         plan = loop.plan_rollouts(config, 1, batch.rollouts)
         assert plan is not None
-        loop.forward_backward(config, trainer, plan)
-        trainer.optim_step()
+        trained = loop.forward_backward(config, trainer, plan).values()
+        row = {"step": step, "optim/applied": 1.0, "batch/trained_tokens": plan.num_trained_tokens}
+        metrics.append({**row, **trained, **trainer.optim_step().values(), "policy_version": trainer.policy_version})
     versions.append(folder / f"v{num_steps}")
     trainer.dump_state(versions[-1], TRAINING_STATE)
-    return StoredSteps(config=config, model=model, batches=tuple(batches), versions=tuple(versions))
+    return StoredSteps(
+        config=config, model=model, batches=tuple(batches), versions=tuple(versions), metrics=tuple(metrics)
+    )
 
 
 class Sampler:
@@ -146,7 +148,7 @@ def draw_step(sampler: Sampler, config: RunConfig, step: int, *, version: int) -
     groups = []
     for number in range(config.loop.prompts_per_step):
         prompt_id = f"p{step}-{number}"
-        rng = np.random.default_rng([config.seed, step, number])
+        rng = np.random.default_rng([step, number])
         prompt = tuple(rng.integers(3, VOCAB, int(rng.integers(3, 9))).tolist())
         seeds = [sample_seed(config.seed, 0, prompt_id, index) for index in range(config.rollout.group_size)]
         drawn = sampler.draw(prompt, seeds, config.rollout.max_tokens)
