@@ -61,8 +61,7 @@ def register(commands: Any) -> None:
         "runs/GRPOFlow/123",
         "123 --trainer olmo_core --set parity.min_tokens=5000",
     )
-    probe.add_argument("run", metavar="RUN", help=_RUN)
-    _trainer_option(probe)
+    _run_options(probe)
 
     replay = add(
         "replay",
@@ -73,8 +72,7 @@ def register(commands: Any) -> None:
         "runs/GRPOFlow/123",
         "123 --mode lockstep --steps 5 --html replay.html",
     )
-    replay.add_argument("run", metavar="RUN", help=_RUN)
-    _trainer_option(replay)
+    _run_options(replay)
     replay.add_argument("--steps", type=_positive, metavar="N", help="stored steps; parity.replay_steps when absent")
     replay.add_argument("--mode", choices=MODES, action="append", dest="modes", help="repeatable; both when absent")
 
@@ -87,15 +85,7 @@ def register(commands: Any) -> None:
         "11,12,13 21,22,23 --html compare.html",
         "11,12,13 21,22,23 --differs trainer.learning_rate",
     )
-    compare.add_argument("runs_a", metavar="RUN_A", help=_RUNS)
-    compare.add_argument("runs_b", metavar="RUN_B", help="the same for the other side")
-    compare.add_argument(
-        "--differs",
-        action="append",
-        default=[],
-        metavar="KEY.PATH",
-        help="setting that is meant to differ between A and B; repeatable",
-    )
+    _compare_options(compare)
 
     bisect = add(
         "bisect",
@@ -104,10 +94,7 @@ def register(commands: Any) -> None:
         "runs/GRPOFlow/123 --a olmo_core --b hf_deepspeed",
         "123 --a olmo_core --b hf --step 7",
     )
-    bisect.add_argument("run", metavar="RUN", help=_RUN)
-    bisect.add_argument("--a", required=True, metavar="SCORER", help=f"{', '.join(TRAINERS)}, engine or hf")
-    bisect.add_argument("--b", required=True, metavar="SCORER", help="the scorer to compare it with")
-    bisect.add_argument("--step", type=_positive, metavar="N", help="step whose rollouts are scored")
+    _bisect_options(bisect)
 
 
 def _common_options() -> argparse.ArgumentParser:
@@ -125,10 +112,30 @@ def _common_options() -> argparse.ArgumentParser:
     return options
 
 
-def _trainer_option(parser: argparse.ArgumentParser) -> None:
+def _run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help=_RUN)
     parser.add_argument(
         "--trainer", choices=TRAINERS, action="append", dest="trainers", help="repeatable; all when absent"
     )
+
+
+def _compare_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs_a", metavar="RUN_A", help=_RUNS)
+    parser.add_argument("runs_b", metavar="RUN_B", help="the same for the other side")
+    parser.add_argument(
+        "--differs",
+        action="append",
+        default=[],
+        metavar="KEY.PATH",
+        help="setting that is meant to differ between A and B; repeatable",
+    )
+
+
+def _bisect_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help=_RUN)
+    parser.add_argument("--a", required=True, metavar="SCORER", help=f"{', '.join(TRAINERS)}, engine or hf")
+    parser.add_argument("--b", required=True, metavar="SCORER", help="the scorer to compare it with")
+    parser.add_argument("--step", type=_positive, metavar="N", help="step whose rollouts are scored")
 
 
 def _positive(text: str) -> int:
