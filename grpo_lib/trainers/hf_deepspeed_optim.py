@@ -46,7 +46,7 @@ class ZeroAdamW:
         *,
         total_steps: int,
     ) -> None:
-        self._engine, self._adamw, self._state, self._names = engine, adamw, state, names
+        self._engine, self.adamw, self._state, self._names = engine, adamw, state, names
         self._config, self._total_steps = config, total_steps
         for master in state.masters:
             # From the start, so that a state can be read, saved and replaced before the first step.
@@ -79,9 +79,9 @@ class ZeroAdamW:
             warmup_steps=self._config.warmup_steps,
             total_steps=self._total_steps,
         )
-        for group in self._adamw.param_groups:
+        for group in self.adamw.param_groups:
             group["lr"] = rate
-        for moments in self._adamw.state.values():
+        for moments in self.adamw.state.values():
             moments["step"].fill_(applied_steps)
         before = [self._own_weight(name).clone() for name in self._names]
         self._engine.step()
