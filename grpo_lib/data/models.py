@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from grpo_lib.errors import DataError
 
 BUILTIN_PREFIX = "builtin:"
 BUILTIN_FOLDER = Path(__file__).resolve().parents[1] / "models"
+CACHED_PREFIX = "cached:"
+CACHED_MODELS = ("smollm2_135m",)  # those that `grpo get-model` knows how to get
 SUPPORTED_FAMILIES = ("llama", "olmo2", "qwen3")
 _INDEX = "model.safetensors.index.json"
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -53,8 +56,8 @@ def resolve_model_path(path: str) -> Path:
     """The local folder of a model.
 
     Args:
-        path: `builtin:<name>`, a local folder, or a hub name such as `Qwen/Qwen3-4B-Base`, which is fetched into the
-            hub's cache unless it is there already.
+        path: `builtin:<name>`, `cached:<name>` for what `grpo get-model` brought, a local folder, or a hub name such as
+            `Qwen/Qwen3-4B-Base`, which is fetched into the hub's cache unless it is there already.
 
     Raises:
         DataError: no such model, with the choices.
@@ -65,12 +68,29 @@ def resolve_model_path(path: str) -> Path:
         if folder.name not in names or folder.parent != BUILTIN_FOLDER:
             raise DataError(f"no built-in model {path!r}; there are {', '.join(BUILTIN_PREFIX + n for n in names)}")
         return folder
+    if path.startswith(CACHED_PREFIX):
+        return _cached_model(path.removeprefix(CACHED_PREFIX))
     local = Path(path).expanduser()
     if path and local.is_dir():
         return local.resolve()
     if not path or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise DataError(f"model folder {path!r} does not exist")
     return _hub_snapshot(path)
+
+
+def model_cache() -> Path:
+    """Where `grpo get-model` puts models: `$XDG_CACHE_HOME/grpo/models`, which is `~/.cache/grpo/models` by default."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo" / "models"
+
+
+def _cached_model(name: str) -> Path:
+    if name not in CACHED_MODELS:
+        choices = ", ".join(CACHED_PREFIX + known for known in CACHED_MODELS)
+        raise DataError(f"no model {CACHED_PREFIX}{name}; there are {choices}")
+    folder = model_cache() / name
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not there yet; `grpo get-model {name}` makes it once, for all runs")
+    return folder
 
 
 def _hub_snapshot(name: str) -> Path:
@@ -97,7 +117,7 @@ def inspect_model(folder: Path) -> ModelFacts:
         DataError: config or weights are missing or damaged, the architecture is not supported, or a tensor is absent
             or has another shape than the config says.
     """
-    facts = _read_config(folder / "config.json")
+    facts = read_model_config(folder / "config.json")
     stored = read_tensor_headers(folder)
     needed = needed_tensors(facts)
     missing = [name for name in needed if name not in stored]
@@ -117,8 +137,12 @@ def inspect_model(folder: Path) -> ModelFacts:
     )
 
 
-def _read_config(path: Path) -> ModelFacts:
-    """Everything but the two fields that the weights decide."""
+def read_model_config(path: Path) -> ModelFacts:
+    """What a config.json says: everything but `num_parameters` and `dtypes`, which the weights decide.
+
+    Raises:
+        DataError: it is missing or damaged, or the architecture is not supported.
+    """
     if not path.is_file():
         what = "has no config.json" if path.parent.is_dir() else "does not exist"
         raise DataError(f"model folder {path.parent} {what}; it must be a Hugging Face model folder")

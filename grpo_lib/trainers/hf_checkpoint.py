@@ -133,14 +133,17 @@ class HfFolderWriter:
         source: The model folder whose config, generation config and tokenizer go along.
         manifest: All tensors that will be added, in order.
         dtype: Their dtype name, written into config.json.
+        file_bytes: Largest file, and so the memory that is held; one tensor may exceed it.
 
     Raises:
         StorageError: the folder cannot be written; so do the methods.
     """
 
-    def __init__(self, path: Path, *, source: Path, manifest: WeightManifest, dtype: str) -> None:
+    def __init__(
+        self, path: Path, *, source: Path, manifest: WeightManifest, dtype: str, file_bytes: int = _FILE_BYTES
+    ) -> None:
         self._path = path
-        self._file_of = _plan_files(manifest.entries)
+        self._file_of = _plan_files(manifest.entries, file_bytes)
         self._pending: dict[str, torch.Tensor] = {}
         self._last_of_file = {file: name for name, file in self._file_of.items()}
         with _writing(path):

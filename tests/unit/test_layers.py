@@ -15,7 +15,7 @@ L0 = {"types", "interfaces", "config", "rules", "recipes", "errors", "seeds", "t
 L1 = {"algo", "data", "verifiers"}
 L2 = {"loop", "pipeline", "evaluate", "parity", "derived", "preflight"}
 L3 = {"trainers", "rollout", "weight_sync", "distributed", "ray_runtime", "storage", "tracking", "metaflow_runs"}
-L4 = {"stages", "cli", "cli_parity"}
+L4 = {"stages", "cli", "cli_models", "cli_parity"}
 ALLOWED_SIBLINGS = {("weight_sync", "distributed")}
 
 HOMES = {
