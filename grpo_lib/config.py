@@ -29,8 +29,15 @@ class _Section(BaseModel):
 class ModelConfig(_Section):
     """The base model."""
 
-    path: str = Field(default="builtin:tiny_qwen3", description="Hugging Face folder, hub name, or `builtin:<name>`.")
+    path: str = Field(
+        default="builtin:tiny_qwen3",
+        description="Hugging Face folder, hub name, `builtin:<name>`, or `cached:<name>` of `grpo get-model`.",
+    )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Compute dtype of trainer and engine.")
+    fp32_head: bool = Field(
+        default=True,
+        description="fp32 logits from bfloat16 hidden states, in trainer and engine alike; no effect in float32.",
+    )
 
 
 class DataConfig(_Section):
@@ -47,6 +54,11 @@ class DataConfig(_Section):
     num_heldout: int = Field(default=150, ge=1, description="Held-out prompts, disjoint from training.")
     max_x: int = Field(default=100, ge=2, description="`addition`: x is in [0, max_x).")
     max_y: int = Field(default=10, ge=1, description="`addition`: y is in [0, max_y).")
+    num_shots: int = Field(
+        default=0,
+        ge=0,
+        description="`addition`: solved sums in words before each question, for base models; 0 is the bare `x+y=`.",
+    )
     template: Literal["tokenizer", "raw"] = Field(
         default="tokenizer",
         description="`tokenizer`: the model's chat template with a generation prompt; `raw`: text as is.",
@@ -77,6 +89,11 @@ class RolloutConfig(_Section):
         default=1.0, gt=0, le=1, description="Must be 1: nucleus sampling biases the ratio by the kept mass."
     )
     top_k: int = Field(default=0, ge=0, description="Must be 0 (off), for the same reason.")
+    stop_at: Literal["end_of_text", "line"] = Field(
+        default="end_of_text",
+        description="What ends a completion, and is trained as its last token: the model's stop tokens; `line` adds "
+        "every token with a newline in it.",
+    )
     num_engines: int = Field(default=1, ge=1, description="vLLM engines, one Ray actor each.")
     tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs per engine.")
     max_num_seqs: int = Field(default=256, ge=1, description="Sequences decoded together by one engine.")
@@ -146,11 +163,22 @@ class TrainerConfig(_Section):
     logprob_chunk_tokens: int = Field(
         default=1024, ge=1, description="Tokens whose fp32 [chunk, vocab] logits exist at a time."
     )
+    logprob_recompute: bool = Field(
+        default=True,
+        description="Project hidden states again in the backward pass; off keeps [tokens, vocab] in the compute dtype.",
+    )
     bucket_mib: int = Field(default=256, ge=1, description="Size of a gathered weight bucket, MiB.")
     zero_stage: int = Field(default=2, ge=0, le=3, description="DeepSpeed's ZeRO stage; hf_deepspeed only.")
     activation_checkpointing: bool = Field(
         default=False, description="Recompute each block in the backward pass instead of keeping its activations."
     )
+    activation_memory_budget: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Share of a compiled block's activations that are kept, the rest is recomputed; olmo_core only.",
+    )
+    compile: bool = Field(default=False, description="Compile transformer blocks; for bfloat16 on GPUs.")
 
 
 class LoopConfig(_Section):

@@ -150,12 +150,34 @@ def heldout_is_another_file(config: RunConfig) -> str | None:
 
 def sums_are_enough(config: RunConfig) -> str | None:
     data = config.data
-    wanted, available = data.num_train + data.num_heldout, data.max_x * data.max_y
+    wanted, available = data.num_train + data.num_heldout + data.num_shots, data.max_x * data.max_y
     if data.source != "addition" or wanted <= available:
         return None
+    shots = f" + data.num_shots ({data.num_shots})" if data.num_shots else ""
     return (
-        f"data.num_train ({data.num_train}) + data.num_heldout ({data.num_heldout}) = {wanted} distinct sums, but "
+        f"data.num_train ({data.num_train}) + data.num_heldout ({data.num_heldout}){shots} = {wanted} distinct sums, but "
         f"data.max_x ({data.max_x}) x data.max_y ({data.max_y}) has only {available}; raise the ranges or draw fewer"
+    )
+
+
+def shots_belong_to_raw_sums(config: RunConfig) -> str | None:
+    data = config.data
+    if data.num_shots == 0 or (data.source == "addition" and data.template == "raw"):
+        return None
+    return (
+        f"data.num_shots ({data.num_shots}) with data.source ({data.source}) and data.template ({data.template}): only "
+        "generated sums have shots, and they are a text to be continued, not a user's turn; set data.source=addition "
+        "and data.template=raw, or data.num_shots=0"
+    )
+
+
+def shots_end_at_the_line(config: RunConfig) -> str | None:
+    if config.data.num_shots == 0 or config.rollout.stop_at == "line":
+        return None
+    return (
+        f"data.num_shots ({config.data.num_shots}) with rollout.stop_at ({config.rollout.stop_at}): after its answer the "
+        "model goes on with the next question, as the shots do, and no completion would be an answer alone; set "
+        "rollout.stop_at=line"
     )
 
 
@@ -289,6 +311,8 @@ RULES: tuple[Rule, ...] = (
     files_are_read,
     heldout_is_another_file,
     sums_are_enough,
+    shots_belong_to_raw_sums,
+    shots_end_at_the_line,
     one_step_has_enough_prompts,
     pass_at_k_within_samples,
     engine_has_its_gpus,

@@ -21,6 +21,7 @@ def token_logprobs(
     *,
     temperature: float,
     chunk_tokens: int,
+    recompute: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of each label, logits made chunk by chunk.
 
@@ -33,6 +34,7 @@ def token_logprobs(
         labels: [N] int64.
         temperature: Sampling temperature.
         chunk_tokens: Rows of fp32 logits that exist at a time.
+        recompute: False keeps every chunk's logits for the backward pass, in the dtype that `project` gives.
 
     Returns:
         logprobs [N] float32 with gradient, entropy [N] float32 without; float64 where the logits are.
@@ -46,8 +48,8 @@ def token_logprobs(
         result = checkpoint(chunk, hidden_n, labels_n, use_reentrant=False, preserve_rng_state=False)
         return cast("tuple[torch.Tensor, torch.Tensor]", result)
 
-    recompute = torch.is_grad_enabled() and len(labels) > chunk_tokens
-    return _in_chunks(recomputed_chunk if recompute else chunk, hidden, labels, chunk_tokens)
+    is_recomputed = recompute and torch.is_grad_enabled() and len(labels) > chunk_tokens
+    return _in_chunks(recomputed_chunk if is_recomputed else chunk, hidden, labels, chunk_tokens)
 
 
 def logits_logprobs(

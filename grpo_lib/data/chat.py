@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 TemplateKind = Literal["tokenizer", "raw"]
+StopKind = Literal["end_of_text", "line"]
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -55,8 +56,14 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+def stop_token_ids(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, stop_at: StopKind = "end_of_text"
+) -> tuple[int, ...]:
     """Every id that ends a completion: the tokenizer's, and all that config and generation config name (trl 7039).
+
+    Args:
+        stop_at: `line` adds all tokens whose text has a newline, such as ``"\\n\\n"`` or ``".\\n"``. A stop *text* would
+            not do: the engine reads no text, and the token that ended a completion is part of it and is trained.
 
     Raises:
         DataError: there is none, so every completion would run to the limit.
@@ -67,7 +74,19 @@ def stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[in
     found = {one for ids in named for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
     if not found:
         raise DataError(f"model folder {folder} names no stop token; set eos_token_id in its generation_config.json")
+    if stop_at == "line":
+        newlines = {one for one, text in enumerate(_token_texts(tokenizer)) if "\n" in text}
+        if not newlines:
+            raise DataError(f"no token of {folder} has a newline in it; set rollout.stop_at=end_of_text")
+        found |= newlines
     return tuple(sorted(found))
+
+
+def _token_texts(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """The text of each id by itself; half a character reads as a replacement mark."""
+    texts = tokenizer.batch_decode([[one] for one in range(len(tokenizer))], clean_up_tokenization_spaces=False)
+    assert isinstance(texts, list)
+    return texts
 
 
 def token_decoder(tokenizer: PreTrainedTokenizerFast) -> TokenDecoder:

@@ -67,15 +67,17 @@ def load_rows(config: DataConfig) -> tuple[tuple[PromptRow, ...], tuple[PromptRo
 def addition_rows(
     config: DataConfig, *, seed: int = ADDITION_SEED
 ) -> tuple[tuple[PromptRow, ...], tuple[PromptRow, ...]]:
-    """Distinct sums ``x+y=`` with x in [0, max_x) and y in [0, max_y): (training, held-out), disjoint.
+    """Distinct sums with x in [0, max_x) and y in [0, max_y): (training, held-out), disjoint.
 
-    Held-out sums are drawn first, so `num_train` does not change them.
+    Written ``x+y=``, or in words after `num_shots` solved ones, which are the same for all rows and in neither split.
+    Held-out sums are drawn first and shots next, so that `num_train` changes neither.
     """
-    space, wanted = config.max_x * config.max_y, config.num_train + config.num_heldout
+    space, wanted = config.max_x * config.max_y, config.num_train + config.num_heldout + config.num_shots
     if wanted > space:
         raise DataError(
-            f"data.num_train ({config.num_train}) + data.num_heldout ({config.num_heldout}) = {wanted} exceeds the "
-            f"{space} sums of data.max_x ({config.max_x}) x data.max_y ({config.max_y}); ask for fewer or raise max_x"
+            f"data.num_train ({config.num_train}) + data.num_heldout ({config.num_heldout}) + data.num_shots "
+            f"({config.num_shots}) = {wanted} exceeds the {space} sums of data.max_x ({config.max_x}) x data.max_y "
+            f"({config.max_y}); ask for fewer or raise max_x"
         )
     # `random()` is the one method whose sequence Python promises to keep for a seed.
     generator = random.Random(seed)
@@ -83,14 +85,27 @@ def addition_rows(
     while len(drawn) < wanted:
         drawn[int(generator.random() * space)] = None
     sums = [divmod(index, config.max_y) for index in drawn]
+    first_train = config.num_heldout + config.num_shots
+    shots = "".join(f"{_question(x, y)} {x + y}\n\n" for x, y in sums[config.num_heldout : first_train])
 
     def rows(pairs: Sequence[tuple[int, int]], split: Split) -> tuple[PromptRow, ...]:
         return tuple(
-            PromptRow(prompt=f"{x}+{y}=", answer=str(x + y), dataset="addition", split=split, row=row)
+            PromptRow(
+                prompt=shots + _question(x, y) if shots else f"{x}+{y}=",
+                answer=str(x + y),
+                dataset="addition",
+                split=split,
+                row=row,
+            )
             for row, (x, y) in enumerate(pairs)
         )
 
-    return rows(sums[config.num_heldout :], Split.TRAIN), rows(sums[: config.num_heldout], Split.HELDOUT)
+    return rows(sums[first_train:], Split.TRAIN), rows(sums[: config.num_heldout], Split.HELDOUT)
+
+
+def _question(x: int, y: int) -> str:
+    """Ends without a space: in most vocabularies the space belongs to the answer's first token."""
+    return f"Question: What is {x} + {y}?\nAnswer:"
 
 
 def file_rows(path: Path, config: DataConfig, *, key: str, split: Split) -> tuple[PromptRow, ...]:

@@ -38,7 +38,7 @@ def run(config: RunConfig, paths: RunPaths, *, policy_version: int) -> Evaluatio
     model_path = resolve_model_path(config.model.path)
     prompts = read_prompts(paths.data, Split.HELDOUT)
     tokenizer = load_tokenizer(model_path)
-    stops, decode = stop_token_ids(model_path, tokenizer), token_decoder(tokenizer)
+    stops, decode = stop_token_ids(model_path, tokenizer, config.rollout.stop_at), token_decoder(tokenizer)
     with (
         ProcessVerifierPool(config.verifier) as verifiers,
         live_engines(config, model_path=model_path, policy_version=0) as engines,

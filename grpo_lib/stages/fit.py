@@ -66,7 +66,7 @@ def run(
     model_path = resolve_model_path(config.model.path)
     prompts = read_prompts(paths.data, Split.TRAIN)
     tokenizer = load_tokenizer(model_path)
-    stops = stop_token_ids(model_path, tokenizer)
+    stops = stop_token_ids(model_path, tokenizer, config.rollout.stop_at)
     step_starts: list[float] = []
     with (
         ProcessVerifierPool(config.verifier) as verifiers,

@@ -108,7 +108,7 @@ def _sample_probe(config: RunConfig, paths: RunPaths, engines: RolloutEngine, ve
         verifiers,
         token_decoder(tokenizer),
         config,
-        stop_token_ids=stop_token_ids(model_path, tokenizer),
+        stop_token_ids=stop_token_ids(model_path, tokenizer, config.rollout.stop_at),
         run_seed=config.seed,
     )
     scores = None

@@ -24,7 +24,7 @@ def run(config: RunConfig, paths: RunPaths) -> SyncCertificate:
         config,
         model_path=model_path,
         canary_prompts=read_prompts(paths.data, Split.TRAIN),
-        stop_token_ids=stop_token_ids(model_path, load_tokenizer(model_path)),
+        stop_token_ids=stop_token_ids(model_path, load_tokenizer(model_path), config.rollout.stop_at),
         checkpoint=paths.shards,
     ) as live:
         certificate = live.sync.push(live.trainer.policy_version)

@@ -142,6 +142,7 @@ def build_trainer(config: RunConfig, model_path: Path, rank: int, *, trainable: 
         world_size=config.trainer.num_ranks,
         device="cuda" if config.runtime.gpus_per_rank > 0 else "cpu",
         trainable=trainable,
+        fp32_head=config.model.fp32_head,
     )
 
 

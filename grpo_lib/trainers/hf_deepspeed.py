@@ -31,8 +31,11 @@ from grpo_lib.trainers.hf_deepspeed_state import (
     load_part,
     partitioned_part,
 )
+from grpo_lib.trainers.joined_documents import ROW_MULTIPLE, JoinedDocuments, WantedLabels, copied_to
 from grpo_lib.trainers.labels import document_starts, successor_labels, trained_labels
+from grpo_lib.trainers.output_head import HeadOptions
 from grpo_lib.trainers.rank_group import ensure_group
+from grpo_lib.trainers.varlen_attention import document_kernel
 from grpo_lib.trainers.whole_model import in_buckets
 from grpo_lib.types import TRAINING_STATE, Bucket, PackedBatch, StateKind, StepMetrics, WeightEntry, WeightManifest
 
@@ -54,6 +57,7 @@ class HfDeepSpeedTrainer:
         world_size: Number of ranks.
         device: ``"cpu"`` or ``"cuda"``.
         trainable: False for a frozen reference: no gradients, no optimiser.
+        fp32_head: fp32 logits from bfloat16 hidden states.
 
     Raises:
         DataError: the folder is incomplete or its model is not supported; names file, tensor or setting.
@@ -73,6 +77,7 @@ class HfDeepSpeedTrainer:
         world_size: int,
         device: str = "cpu",
         trainable: bool = True,
+        fp32_head: bool = False,
     ) -> None:
         self.policy_version = 0  # also the step count of AdamW's bias correction
         self._config, self._correction_cap = config, correction_cap
@@ -80,13 +85,21 @@ class HfDeepSpeedTrainer:
         self._folder = HfFolder(model_path)
         ensure_group(self._device, rank, world_size)
         self._runtime = DeepSpeedRuntime(config, device=self._device, dtype=self._dtype)
+        kernel = document_kernel(self._device, self._dtype)
+        self._is_joined = kernel is not None
         self._model = build_model(
             self._folder,
             dtype=self._dtype,
             init_context=self._runtime.init_context(),
-            activation_checkpointing=config.activation_checkpointing and trainable,
-            temperature=temperature,
-            chunk_tokens=config.logprob_chunk_tokens,
+            kernel=kernel,
+            config=config,
+            trainable=trainable,
+            head=HeadOptions(
+                temperature=temperature,
+                chunk_tokens=config.logprob_chunk_tokens,
+                recompute=config.logprob_recompute,
+                fp32=fp32_head,
+            ),
         )
         self._model.requires_grad_(trainable)
         self._parameters = dict(self._model.lm.named_parameters())  # a tied head once, under its first name
@@ -198,19 +211,28 @@ class HfDeepSpeedTrainer:
         with self._model.recorded() as outputs:
             self.logprobs(batch)
         is_padding = (batch.doc_ids == 0)[..., None]
+        documents = JoinedDocuments.of(batch.doc_ids, batch.position_ids) if self._is_joined else None
         for name, output in outputs.items():
-            yield name, output.float().cpu().masked_fill_(is_padding, 0)
+            rows = output if documents is None else documents.in_rows(output)
+            yield name, rows.float().cpu().masked_fill_(is_padding, 0)
 
     def _forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, doc_ids: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies [B, T] on the device, from CPU tensors [B, T]; 0 at padding."""
-        document_starts(doc_ids, position_ids)  # transformers goes by the positions alone
-        return self._engine(
-            input_ids=input_ids.to(self._device),
-            position_ids=position_ids.to(self._device),
-            labels=labels.to(self._device),
+        documents = JoinedDocuments.of(doc_ids, position_ids).padded_to(ROW_MULTIPLE) if self._is_joined else None
+        wanted = WantedLabels.of(labels, documents, self._device)
+        inputs: dict[str, Any] = {"labels": wanted.labels, "positions": wanted.positions}
+        if documents is None:
+            document_starts(doc_ids, position_ids)  # transformers goes by the positions alone
+        else:
+            input_ids, position_ids = documents.joined(input_ids), documents.positions()
+            bounds = torch.nn.functional.pad(documents.lens[0].cumsum(0), (1, 0)).int()
+            inputs |= {"cu_lens": copied_to(bounds, self._device), "max_len": documents.max_len}
+        logprobs, entropy = self._engine(
+            input_ids=copied_to(input_ids, self._device), position_ids=copied_to(position_ids, self._device), **inputs
         )
+        return wanted.in_rows(logprobs), wanted.in_rows(entropy)
 
     def _backward(self, value: torch.Tensor, is_last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(is_last)

@@ -8,16 +8,18 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from grpo_lib.algo.logprobs import token_logprobs
+from grpo_lib.config import TrainerConfig
 from grpo_lib.data.models import SUPPORTED_FAMILIES
-from grpo_lib.errors import DataError
+from grpo_lib.errors import DataError, GrpoError
 from grpo_lib.trainers.hf_checkpoint import HfFolder
-from grpo_lib.trainers.labels import IGNORED_LABEL
+from grpo_lib.trainers.output_head import HeadOptions, projected_logprobs
+from grpo_lib.trainers.varlen_attention import DocumentKernel
 
 TIED_HEAD = "lm_head.weight"
+DOCUMENT_ATTENTION = "grpo_documents"  # name that transformers knows our attention by
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -29,68 +31,75 @@ class TokenLogprobHead(nn.Module):
     whole while this module runs, see `DeepSpeedRuntime.engine`.
     """
 
-    def __init__(self, projection: nn.Linear, *, temperature: float, chunk_tokens: int) -> None:
+    def __init__(self, projection: nn.Linear, options: HeadOptions) -> None:
         super().__init__()
         self._projection = (projection,)  # in a tuple, so that it stays a module of the language model alone
-        self._temperature, self._chunk_tokens = temperature, chunk_tokens
+        self._options = options
 
     @property
     def weight(self) -> nn.Parameter:
         """[V, D], the embedding matrix if they are tied."""
         return cast("nn.Parameter", self._projection[0].weight)
 
-    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, hidden: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and entropy of each label.
 
         Args:
             hidden: [B, T, D] after the final norm.
-            labels: [B, T] int64; positions with `IGNORED_LABEL` are not projected.
+            labels: [n] int64.
+            positions: [n] int64: where in the flattened [B, T] they are wanted.
 
         Returns:
-            logprobs [B, T] float32 with gradient and entropy [B, T] float32 without; 0 at ignored positions. Without
-            any label they still have a graph to the weights, so that this rank joins the backward's collectives.
+            logprobs [n] float32 with gradient and entropy [n] float32 without. Without any label they still have a
+            graph to the weights, so that this rank joins the backward's collectives.
         """
-        wanted = labels != IGNORED_LABEL
-        logprobs, entropy = token_logprobs(
-            hidden[wanted],
-            lambda rows: nn.functional.linear(rows, self.weight),
-            labels[wanted],
-            temperature=self._temperature,
-            chunk_tokens=self._chunk_tokens,
-        )
-        zeros = logprobs.new_zeros(labels.shape)
-        return zeros.masked_scatter(wanted, logprobs), zeros.masked_scatter(wanted, entropy)
+        rows = hidden.flatten(0, 1).index_select(0, positions)
+        return projected_logprobs(rows, self.weight, labels, self._options)
 
 
 class TokenLogprobModel(nn.Module):
     """A causal language model that ends in a `TokenLogprobHead` instead of logits."""
 
-    def __init__(self, lm: PreTrainedModel, *, temperature: float, chunk_tokens: int) -> None:
+    def __init__(self, lm: PreTrainedModel, options: HeadOptions) -> None:
         super().__init__()
         self.lm = lm
         projection = lm.get_output_embeddings()
         assert isinstance(projection, nn.Linear), type(projection)
         assert projection.bias is None, "no family here has a bias in its head"
-        self.head = TokenLogprobHead(projection, temperature=temperature, chunk_tokens=chunk_tokens)
+        self.head = TokenLogprobHead(projection, options)
 
     @property
     def body(self) -> nn.Module:
         return cast("nn.Module", self.lm.model)
 
     def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        labels: torch.Tensor,
+        positions: torch.Tensor,
+        cu_lens: torch.Tensor | None = None,
+        max_len: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and entropy of each label, as `TokenLogprobHead`.
 
         Args:
-            input_ids: [B, T] int64.
+            input_ids: [B, T] int64; one row with boundaries.
             position_ids: [B, T] int64, restarting at 0 with each document.
-            labels: [B, T] int64.
+            labels: [n] int64.
+            positions: [n] int64, in the flattened [B, T].
+            cu_lens: [documents + 1] int32, for `DOCUMENT_ATTENTION`.
+            max_len: Longest document.
         """
-        # transformers reads document boundaries off the position ids, but only without a mask and without a cache:
+        # Without boundaries transformers reads them off the position ids, but only without a mask and without a cache:
         # given either, documents see each other and nothing says so.
-        output = self.body(input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False)
-        return self.head(output.last_hidden_state, labels)
+        boundaries = {} if cu_lens is None else {"document_bounds": cu_lens, "longest_document": max_len}
+        output = self.body(
+            input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False, **boundaries
+        )
+        return self.head(output.last_hidden_state, labels, positions)
 
     @contextmanager
     def recorded(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -118,11 +127,15 @@ def build_model(
     *,
     dtype: torch.dtype,
     init_context: AbstractContextManager[object],
-    activation_checkpointing: bool,
-    temperature: float,
-    chunk_tokens: int,
+    kernel: DocumentKernel | None,
+    config: TrainerConfig,
+    trainable: bool,
+    head: HeadOptions,
 ) -> TokenLogprobModel:
     """The folder's model with unset weights, made inside `init_context`, which decides on the device.
+
+    Args:
+        kernel: Attention that is told the boundaries; None is PyTorch's with a block mask from the position ids.
 
     Raises:
         DataError: the family is not supported, or the model draws random numbers while training.
@@ -133,22 +146,50 @@ def build_model(
             f"config.json: model_type {model_type!r} is not supported by the hf_deepspeed trainer; it knows "
             f"{', '.join(sorted(SUPPORTED_FAMILIES))}"
         )
-    config = AutoConfig.from_pretrained(folder.path)
-    if config.attention_dropout:
+    hf_config = AutoConfig.from_pretrained(folder.path)
+    if hf_config.attention_dropout:
         raise DataError(
-            f"config.json: attention_dropout ({config.attention_dropout}) must be 0 for the hf_deepspeed trainer"
+            f"config.json: attention_dropout ({hf_config.attention_dropout}) must be 0 for the hf_deepspeed trainer"
         )
+    attention = "sdpa" if kernel is None else use_kernel(kernel)
     with no_init_weights(), init_context:
-        lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        lm = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention)
     lm.tie_weights()
-    # PyTorch drops the gradient of an embedding's padding token, which is often the stop token that the policy learns.
-    cast("nn.Embedding", lm.get_input_embeddings()).padding_idx = None
     # PyTorch drops the gradient of an embedding's padding token, but a policy may sample that token and train on it.
     cast("nn.Embedding", lm.get_input_embeddings()).padding_idx = None
-    lm.train(activation_checkpointing)  # the families here differ in training mode by nothing else
-    if activation_checkpointing:
+    is_checkpointed = config.activation_checkpointing and trainable
+    lm.train(is_checkpointed)  # the families here differ in training mode by nothing else
+    if is_checkpointed:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return TokenLogprobModel(lm, temperature=temperature, chunk_tokens=chunk_tokens)
+    if config.compile:
+        for layer in cast("nn.ModuleList", cast("nn.Module", lm.model).layers):
+            layer.compile(dynamic=True)
+    return TokenLogprobModel(lm, head)
+
+
+def use_kernel(kernel: DocumentKernel) -> str:
+    """Register a kernel with transformers; returns the name of the attention, which has no mask at all."""
+
+    def attend(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        document_bounds: torch.Tensor | None = None,
+        longest_document: int | None = None,
+        sliding_window: int | None = None,
+        **_: object,
+    ) -> tuple[torch.Tensor, None]:
+        """[1, heads, N, head_dim] each → [1, N, heads, head_dim]."""
+        if document_bounds is None or longest_document is None or attention_mask is not None or sliding_window:
+            raise GrpoError(f"{DOCUMENT_ATTENTION}: one row, its document bounds, no mask and no window are needed")
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return kernel(q, k, v, document_bounds, longest_document, scaling)[None], None
+
+    AttentionInterface.register(DOCUMENT_ATTENTION, attend)
+    return DOCUMENT_ATTENTION
 
 
 def check_folder(folder: HfFolder, shapes: dict[str, tuple[int, ...]]) -> None:

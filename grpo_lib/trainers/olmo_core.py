@@ -20,11 +20,12 @@ from grpo_lib.interfaces import PolicyLoss
 from grpo_lib.trainers.document_probe import check_documents_stay_apart
 from grpo_lib.trainers.gradient_pass import accumulate_gradients
 from grpo_lib.trainers.hf_checkpoint import HfFolder
+from grpo_lib.trainers.joined_documents import ROW_MULTIPLE, JoinedDocuments, WantedLabels, copied_to
 from grpo_lib.trainers.labels import successor_labels, trained_labels
-from grpo_lib.trainers.olmo_core_attention import JoinedDocuments
 from grpo_lib.trainers.olmo_core_checkpoint import load_checkpoint, save_checkpoint
 from grpo_lib.trainers.olmo_core_model import NameMap, build_sharded, fsdp_modules, shard_rows
 from grpo_lib.trainers.olmo_core_optim import SteppedAdamW
+from grpo_lib.trainers.output_head import HeadOptions
 from grpo_lib.trainers.rank_group import ensure_group
 from grpo_lib.trainers.whole_model import in_buckets
 from grpo_lib.types import TRAINING_STATE, Bucket, PackedBatch, StateKind, StepMetrics, WeightEntry, WeightManifest
@@ -44,6 +45,7 @@ class OlmoCoreTrainer:
         world_size: Number of ranks.
         device: ``"cpu"`` or ``"cuda"``.
         trainable: False for a frozen reference: no gradients, no optimiser.
+        fp32_head: fp32 logits from bfloat16 hidden states.
 
     Raises:
         DataError: the folder is incomplete or its model is not supported; names file, tensor or setting.
@@ -63,6 +65,7 @@ class OlmoCoreTrainer:
         world_size: int,
         device: str = "cpu",
         trainable: bool = True,
+        fp32_head: bool = False,
     ) -> None:
         self._policy_version = 0
         self._config, self._correction_cap = config, correction_cap
@@ -74,14 +77,19 @@ class OlmoCoreTrainer:
         self._mesh = init_device_mesh(self._device.type, (world_size,), mesh_dim_names=("dp",))
         self._model = build_sharded(
             self._folder,
+            config=config,
             mesh=self._mesh,
             device=self._device,
             compute_dtype=self._dtype,
-            temperature=temperature,
-            chunk_tokens=config.logprob_chunk_tokens,
+            head=HeadOptions(
+                temperature=temperature,
+                chunk_tokens=config.logprob_chunk_tokens,
+                recompute=config.logprob_recompute,
+                fp32=fp32_head,
+            ),
             trainable=trainable,
-            activation_checkpointing=config.activation_checkpointing and trainable,
         )
+        self._row_multiple = ROW_MULTIPLE if self._device.type == "cuda" else 1
         self._root = fsdp_modules(self._model)[0]
         self._units = _units(self._model)
         self._manifest = self._plan_manifest()
@@ -206,28 +214,27 @@ class OlmoCoreTrainer:
         finally:
             for hook in hooks:
                 hook.remove()
-        is_kept = JoinedDocuments.of(batch.doc_ids, batch.position_ids).is_kept
+        documents = JoinedDocuments.of(batch.doc_ids, batch.position_ids)
         is_padding = (batch.doc_ids == 0)[..., None]
-        for name, joined in seen:
-            rows = joined.new_zeros(*is_kept.shape, joined.shape[-1])
-            rows[is_kept] = joined[0]
-            yield name, rows.masked_fill_(is_padding, 0)
+        for name, row in seen:
+            yield name, documents.in_rows(row).masked_fill_(is_padding, 0)
 
     def _forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, doc_ids: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies [B, T] on the device, from CPU tensors [B, T]; 0 at padding."""
-        documents = JoinedDocuments.of(doc_ids, position_ids)
-        # Both `doc_lens` and `max_doc_lens` or neither: OLMo-core ignores one alone without a word.
+        documents = JoinedDocuments.of(doc_ids, position_ids).padded_to(self._row_multiple)
+        wanted = WantedLabels.of(labels, documents, self._device)
+        # Both `doc_lens` and `max_doc_lens` or neither: OLMo-core ignores one alone without a word. The lengths stay on
+        # the CPU, where it adds them up for all blocks.
         logprobs, entropy = self._model(
-            input_ids[documents.is_kept][None].to(self._device),
-            labels=labels[documents.is_kept][None].to(self._device),
+            copied_to(documents.joined(input_ids), self._device),
+            labels=wanted.labels[None],
+            logits_to_keep=wanted.positions[None],
             doc_lens=documents.lens,
-            max_doc_lens=[int(documents.lens.max())],
+            max_doc_lens=[documents.max_len],
         )
-        is_kept = documents.is_kept.to(self._device)
-        zeros = logprobs.new_zeros(is_kept.shape)
-        return zeros.masked_scatter(is_kept, logprobs), zeros.masked_scatter(is_kept, entropy)
+        return wanted.in_rows(logprobs), wanted.in_rows(entropy)
 
     def _backward(self, value: torch.Tensor, is_last: bool) -> None:
         self._root.set_is_last_backward(is_last)

@@ -1,9 +1,10 @@
 """Attention that stays inside documents, for OLMo-core models on any device.
 
 OLMo-core's PyTorch backend refuses document boundaries and its flash backends need packages that have no CPU build.
-This one gathers the documents of a micro-batch into a few rectangles [documents, length], where plain causal attention
-cannot cross a boundary, and scatters the results back. Work and memory grow with the sum of squared document lengths,
-not with the squared pack length, and no mask is ever built.
+`VarlenAttention` calls the kernel of `varlen_attention.document_kernel`, which knows boundaries. `DocumentAttention` is
+for a CPU and for fp32: it gathers the documents of a micro-batch into a few rectangles [documents, length], where plain
+causal attention cannot cross a boundary, and scatters the results back. Work and memory grow with the sum of squared
+document lengths, not with the squared pack length, and no mask is ever built.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from olmo_core.nn.transformer import Transformer
 from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_lib.errors import GrpoError
-from grpo_lib.trainers.labels import document_starts
+from grpo_lib.trainers.varlen_attention import DocumentKernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,10 +66,10 @@ class BucketCache:
         return self._buckets
 
 
-class DocumentAttention(TorchAttentionBackend):
-    """Causal attention within each document; a call without document boundaries is an error."""
+class _WithinDocuments(TorchAttentionBackend):
+    """Takes its sizes from the backend that it replaces; a call without document boundaries is an error."""
 
-    def __init__(self, replaced: TorchAttentionBackend, cache: BucketCache) -> None:
+    def __init__(self, replaced: TorchAttentionBackend) -> None:
         super().__init__(
             head_dim=replaced.head_dim,
             n_heads=replaced.n_heads,
@@ -77,7 +78,6 @@ class DocumentAttention(TorchAttentionBackend):
             dropout_p=replaced.dropout_p,
             window_size=replaced.window_size,
         )
-        self._buckets = cache
 
     @classmethod
     def assert_supports_swa(cls) -> None:
@@ -102,10 +102,28 @@ class DocumentAttention(TorchAttentionBackend):
         """q [B, T, heads, head_dim], k and v [B, T, kv heads, head_dim] → [B, T, heads, head_dim]."""
         unused = (cu_doc_lens_q, cu_doc_lens_k, max_doc_len_q, max_doc_len_k, local_k_slice, kv_cache_manager, sinks)
         assert all(option is None for option in unused), unused
-        if cu_doc_lens is None:
+        if cu_doc_lens is None or max_doc_len is None:
             # OLMo-core drops `doc_lens` without a word when `max_doc_lens` is not given with it.
             raise GrpoError("attention was called without document boundaries: packed documents would see each other")
         q, k, v = qkv
+        return self._attend(q, k, v, cu_doc_lens, max_doc_len)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_doc_lens: torch.Tensor, max_doc_len: int
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class DocumentAttention(_WithinDocuments):
+    """PyTorch's dense causal attention on rectangles of documents."""
+
+    def __init__(self, replaced: TorchAttentionBackend, cache: BucketCache) -> None:
+        super().__init__(replaced)
+        self._buckets = cache
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_doc_lens: torch.Tensor, max_doc_len: int
+    ) -> torch.Tensor:
         documents = self._buckets.get(cu_doc_lens)
         outputs = []
         for bucket in documents.buckets:
@@ -123,8 +141,28 @@ class DocumentAttention(TorchAttentionBackend):
         return torch.cat(outputs).index_select(0, documents.restore).view(q.shape)
 
 
-def use_document_attention(model: Transformer) -> None:
+class VarlenAttention(_WithinDocuments):
+    """A kernel that takes the boundaries themselves."""
+
+    def __init__(self, replaced: TorchAttentionBackend, kernel: DocumentKernel) -> None:
+        super().__init__(replaced)
+        assert self.dropout_p == 0, "the kernel has no dropout"
+        self._kernel = kernel
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_doc_lens: torch.Tensor, max_doc_len: int
+    ) -> torch.Tensor:
+        attended = self._kernel(
+            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_doc_lens, max_doc_len, self.scale
+        )
+        return attended.view(q.shape)
+
+
+def use_document_attention(model: Transformer, kernel: DocumentKernel | None = None) -> None:
     """Give every block the same kind of attention, and fail where a block has none to replace.
+
+    Args:
+        kernel: What `VarlenAttention` is to call; None is `DocumentAttention`.
 
     Raises:
         GrpoError: names the block whose sequence mixer cannot honour document boundaries.
@@ -135,36 +173,10 @@ def use_document_attention(model: Transformer) -> None:
         if not isinstance(mixer, Attention) or not isinstance(mixer.backend, TorchAttentionBackend):
             kind = type(getattr(mixer, "backend", mixer)).__name__
             raise GrpoError(f"block {name}: {kind} cannot keep attention inside documents")
-        mixer.backend = DocumentAttention(mixer.backend, cache)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class JoinedDocuments:
-    """The documents of a micro-batch as one row without padding, which is all that the model computes on.
-
-    Attention and rotary positions follow the documents' lengths, so rows mean nothing to them. Rows of
-    ``doc_ids = [[1, 1, 2, 0], [1, 1, 1, 0]]`` join to 6 tokens with ``lens = [[2, 1, 3]]``.
-    """
-
-    is_kept: torch.Tensor  # [B, T] bool: tokens of documents, in row-major order the joined row
-    lens: torch.Tensor  # [1, documents] int64, adding up to the number of kept tokens
-
-    @staticmethod
-    def of(doc_ids: torch.Tensor, position_ids: torch.Tensor) -> JoinedDocuments:
-        """From label-aligned [B, T] int64 tensors on CPU; a micro-batch of padding keeps its first token.
-
-        Something must be kept, or the rank would have no backward pass and the others would wait for it.
-
-        Raises:
-            ValueError: the position ids do not restart at 0 with every run of equal doc ids. OLMo-core derives
-                positions from the lengths.
-        """
-        is_start = document_starts(doc_ids, position_ids)
-        is_kept = doc_ids > 0
-        if not is_kept.any():
-            is_kept[0, 0] = True
-        starts = torch.nonzero(is_start[is_kept])[:, 0]
-        return JoinedDocuments(is_kept=is_kept, lens=starts.diff(append=is_kept.sum()[None])[None])
+        if kernel is None:
+            mixer.backend = DocumentAttention(mixer.backend, cache)
+        else:
+            mixer.backend = VarlenAttention(mixer.backend, kernel)
 
 
 def _gather(x: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:

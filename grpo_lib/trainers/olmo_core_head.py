@@ -1,8 +1,8 @@
 """An OLMo-core output head that returns log-probabilities of labels instead of logits.
 
 It runs inside the model's forward, where FSDP2 has the head's weight gathered (with tied embeddings the weight belongs
-to the root and is freed as soon as the root's forward returns). Logits therefore exist for one chunk at a time, in the
-compute dtype, and are widened to fp32 chunk by chunk.
+to the root and is freed as soon as the root's forward returns). Logits therefore exist for one chunk at a time, and are
+widened to fp32 chunk by chunk.
 """
 
 from __future__ import annotations
@@ -12,63 +12,55 @@ from dataclasses import dataclass
 import torch
 from olmo_core.nn.lm_head import LMHead, LMHeadConfig
 
-from grpo_lib.algo.logprobs import token_logprobs
-from grpo_lib.trainers.labels import IGNORED_LABEL
+from grpo_lib.trainers.output_head import HeadOptions, projected_logprobs
 
 
 class TokenLogprobHead(LMHead):
     """Final norm, projection and temperature-scaled log-softmax, for the labels that are asked for."""
 
-    def __init__(self, *, temperature: float, chunk_tokens: int, **head_options: object) -> None:
+    def __init__(self, *, options: HeadOptions, **head_options: object) -> None:
         super().__init__(**head_options)  # pyright: ignore[reportArgumentType] passed through from LMHeadConfig.build
-        self._temperature, self._chunk_tokens = temperature, chunk_tokens
+        self._options = options
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride] OLMo-core's Transformer passes the result through
-        self, x: torch.Tensor, *, labels: torch.Tensor, **loss_options: object
+        self, x: torch.Tensor, *, labels: torch.Tensor, logits_to_keep: torch.Tensor, **loss_options: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and entropy of each label.
 
         Args:
-            x: [B, T, d_model] hidden states.
-            labels: [B, T] int64; positions with `IGNORED_LABEL` are not projected.
+            x: [1, N, d_model] hidden states.
+            labels: [1, n] int64.
+            logits_to_keep: [1, n] int64: the positions in the row that the labels are for.
             loss_options: OLMo-core's loss settings, which do not apply.
 
         Returns:
-            logprobs [B, T] float32 with gradient and entropy [B, T] float32 without; 0 at ignored positions. Without
-            any label they still have a graph to the weights, so that this rank joins the backward's collectives.
+            logprobs [n] float32 with gradient and entropy [n] float32 without. Without any label they still have a
+            graph to the weights, so that this rank joins the backward's collectives.
         """
-        wanted = labels != IGNORED_LABEL
-        hidden = x[wanted]
+        hidden = x[0].index_select(0, logits_to_keep[0])
         if self.norm is not None:
             hidden = self.norm(hidden)
-        logprobs, entropy = token_logprobs(
-            hidden, self.w_out, labels[wanted], temperature=self._temperature, chunk_tokens=self._chunk_tokens
-        )
-        zeros = logprobs.new_zeros(labels.shape)
-        return zeros.masked_scatter(wanted, logprobs), zeros.masked_scatter(wanted, entropy)
+        return projected_logprobs(hidden, self.w_out.weight, labels[0], self._options)
+
+    def compile(self, *args: object, **kwargs: object) -> None:
+        """Left as it is: its time is in products and in kernels of its own, and the number of labels varies."""
 
 
 @dataclass
 class TokenLogprobHeadConfig(LMHeadConfig):
     """Builds a `TokenLogprobHead` where OLMo-core would build its default head."""
 
-    temperature: float = 1.0
-    chunk_tokens: int = 1024
+    options: HeadOptions | None = None
 
     @classmethod
-    def extending(cls, head: LMHeadConfig, *, temperature: float, chunk_tokens: int) -> TokenLogprobHeadConfig:
-        return cls(
-            layer_norm=head.layer_norm,
-            bias=head.bias,
-            dtype=head.dtype,
-            temperature=temperature,
-            chunk_tokens=chunk_tokens,
-        )
+    def extending(cls, head: LMHeadConfig, options: HeadOptions) -> TokenLogprobHeadConfig:
+        assert not head.bias, "no family here has a bias in its head"
+        return cls(layer_norm=head.layer_norm, bias=head.bias, dtype=head.dtype, options=options)
 
     def build(self, *, d_model: int, vocab_size: int, init_device: str = "cpu") -> TokenLogprobHead:
+        assert self.options is not None, "made by `extending`"
         return TokenLogprobHead(
-            temperature=self.temperature,
-            chunk_tokens=self.chunk_tokens,
+            options=self.options,
             d_model=d_model,
             vocab_size=vocab_size,
             layer_norm=self.layer_norm,

@@ -26,10 +26,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from grpo_lib.config import TrainerConfig
 from grpo_lib.errors import DataError
 from grpo_lib.trainers.hf_checkpoint import HfFolder
+from grpo_lib.trainers.joined_documents import ROW_MULTIPLE
 from grpo_lib.trainers.olmo_core_attention import use_document_attention
 from grpo_lib.trainers.olmo_core_head import TokenLogprobHeadConfig
+from grpo_lib.trainers.output_head import HeadOptions
+from grpo_lib.trainers.varlen_attention import document_kernel
 
 TIED_HEAD = "lm_head.weight"
 
@@ -195,26 +199,54 @@ def transformer_config(config: Mapping[str, Any]) -> TransformerConfig:
 def build_sharded(
     folder: HfFolder,
     *,
+    config: TrainerConfig,
     mesh: DeviceMesh,
     device: torch.device,
     compute_dtype: torch.dtype,
-    temperature: float,
-    chunk_tokens: int,
+    head: HeadOptions,
     trainable: bool,
-    activation_checkpointing: bool,
 ) -> Transformer:
     """The folder's model on this rank: fp32 shards, computing in `compute_dtype`, attention inside documents.
 
     Raises:
         DataError: names the tensor or setting that does not fit.
     """
-    config = transformer_config(folder.config)
-    head = TokenLogprobHeadConfig.extending(config.lm_head, temperature=temperature, chunk_tokens=chunk_tokens)
-    model = dataclasses.replace(config, lm_head=head).build(init_device="meta")
+    model = sharded_model(
+        folder.config,
+        config=config,
+        mesh=mesh,
+        device=device,
+        compute_dtype=compute_dtype,
+        head=head,
+        trainable=trainable,
+    )
+    _load(model, folder, mesh)
+    return model
+
+
+def sharded_model(
+    hf_config: Mapping[str, Any],
+    *,
+    config: TrainerConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    head: HeadOptions,
+    trainable: bool,
+) -> Transformer:
+    """As `build_sharded`, with weights unset. Checkpointing, compilation and sharding apply in this order only."""
+    plan = transformer_config(hf_config)
+    plan = dataclasses.replace(plan, lm_head=TokenLogprobHeadConfig.extending(plan.lm_head, head))
+    model = plan.build(init_device="meta")
     model.requires_grad_(trainable)
-    use_document_attention(model)
-    if activation_checkpointing:
-        model.apply_activation_checkpointing(TransformerActivationCheckpointingMode.full)
+    kernel = document_kernel(device, compute_dtype)
+    use_document_attention(model, kernel)
+    if trainable:
+        _limit_activations(model, config)
+    if config.compile:
+        # The buckets of the dense attention are data to a compiler, and each of them would be a graph of its own.
+        assert kernel is not None, f"compiled blocks need a kernel that takes boundaries, {compute_dtype} has none"
+        model.apply_compile()
     model.apply_fsdp(dp_mesh=mesh, param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for module in fsdp_modules(model):
         # FSDP2 divides summed gradients by the number of ranks. Losses here are divided by a denominator that already
@@ -222,12 +254,33 @@ def build_sharded(
         # number of ranks, where scaling the loss by it would round; gloo has no pre-multiplied sum either.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        if mesh.size() == 1 and device.type == "cuda":
+            # Nothing is gathered on one rank, but weights are cast: once a step, not again for the backward pass.
+            module.set_reshard_after_forward(False, recurse=False)
     model.to_empty(device=device)
-    if is_tied(folder.config):
+    if is_tied(hf_config):
         # `to_empty` gives every module a tensor of its own and so unties the head, which would then drift.
         model.lm_head.w_out.weight = model.embeddings.weight
-    _load(model, folder, mesh)
+    if config.compile:
+        # A compiled block is made for the rotary table it saw first, and would be made again for a longer one.
+        model.get_rope_buffers(longest_row(config), device)
     return model
+
+
+def longest_row(config: TrainerConfig) -> int:
+    """Tokens of the longest joined row of a planned micro-batch, padding included."""
+    tokens = config.micro_batch_packs * config.pack_length
+    return -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def _limit_activations(model: Transformer, config: TrainerConfig) -> None:
+    """Recompute whole blocks, or what a compiled block can spare within its memory budget."""
+    modes = TransformerActivationCheckpointingMode
+    if config.activation_checkpointing:
+        model.apply_activation_checkpointing(modes.full)
+    elif config.compile:
+        # Set even to 1: the budget belongs to the process and would outlive another trainer's.
+        model.apply_activation_checkpointing(modes.budget, activation_memory_budget=config.activation_memory_budget)
 
 
 def fsdp_modules(model: Transformer) -> list[FSDPModule]:

@@ -23,7 +23,8 @@ from tests.distributed.trainer_cases import OLMO_CORE, hf_scores, largest_differ
 def build_with_broken_boundaries(rank: int, num_ranks: int, model: Path, how: str) -> str:
     from olmo_core.nn.attention.backend import TorchAttentionBackend
 
-    from grpo_lib.trainers.olmo_core_attention import DocumentAttention, JoinedDocuments
+    from grpo_lib.trainers.joined_documents import JoinedDocuments
+    from grpo_lib.trainers.olmo_core_attention import DocumentAttention
 
     original_of, original_forward = JoinedDocuments.of, DocumentAttention.forward
 

@@ -13,11 +13,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_lib.config import TrainerConfig
 from grpo_lib.errors import ConfigError, DataError, GrpoError
+from grpo_lib.trainers.joined_documents import JoinedDocuments
 from grpo_lib.trainers.olmo_core_attention import (
     BucketCache,
     DocumentAttention,
     DocumentBuckets,
-    JoinedDocuments,
     use_document_attention,
 )
 from grpo_lib.trainers.olmo_core_model import NameMap, shard_rows, transformer_config
