@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from grpo_lib.errors import ConfigError
+from grpo_lib.placement import OWN_GPU_SHARE, SHARED_GPU_SHARE
 from grpo_lib.rules import RULES
 
 
@@ -97,6 +98,20 @@ class RolloutConfig(_Section):
     num_engines: int = Field(default=1, ge=1, description="vLLM engines, one Ray actor each.")
     tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs per engine.")
     max_num_seqs: int = Field(default=256, ge=1, description="Sequences decoded together by one engine.")
+    max_batched_tokens: int = Field(
+        default=8192, ge=1, description="Tokens of one engine iteration; scoring holds as many rows of logits."
+    )
+    gpu_memory_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Part of a GPU's memory that one engine takes, its cache included; by default "
+        f"{SHARED_GPU_SHARE:g} of a card that it shares with a rank, and {OWN_GPU_SHARE:g} of its own.",
+    )
+    sleep_while_training: bool = Field(
+        default=False,
+        description="Free an engine's GPU memory between rollouts and the next push; weights go to host memory.",
+    )
     kv_cache_mib: int = Field(default=64, ge=1, description="KV cache of one engine on CPU, MiB.")
     prefix_caching: bool = Field(
         default=True, description="Reuse prompt KV within a policy version; reset at every push."

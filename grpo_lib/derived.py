@@ -11,6 +11,7 @@ from typing import Any
 
 from grpo_lib.config import RunConfig
 from grpo_lib.data.models import ModelFacts
+from grpo_lib.placement import engine_gpu_share, engines_per_card, ranks_per_card, shares_cards
 
 MIB = 1 << 20
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -19,6 +20,9 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _DRIVER_PROCESS_BYTES = 600 * MIB
 _RANK_PROCESS_BYTES = 600 * MIB
 _ENGINE_PROCESS_BYTES = 900 * MIB
+# CUDA context, library workspaces and compiled kernels of one process on a GPU; decode graphs of an engine.
+_GPU_CONTEXT_BYTES = 1024 * MIB
+_GPU_GRAPHS_BYTES = 1024 * MIB
 _RAY_DAEMONS_BYTES = 700 * MIB  # head node: gcs server, raylet, agents
 
 
@@ -56,6 +60,12 @@ class RankMemory(_Memory):
     gathered: int  # full tensors that exist at a time: a layer in the forward pass, a bucket in a push
     activations: int
     logits: int  # fp32 [chunk, vocab]: logits, log-softmax and gradient
+    context: int  # CUDA's own, on a GPU
+
+    @property
+    def idle(self) -> int:
+        """What stays on the device between training steps."""
+        return self.parameters + self.gradients + self.optimizer + self.context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +73,16 @@ class EngineMemory(_Memory):
     """Bytes of one engine by cause."""
 
     weights: int
-    kv_cache: int  # `rollout.kv_cache_mib`; on a GPU the engine takes what is left
+    kv_cache: int  # `rollout.kv_cache_mib`; on a GPU what its share of the card leaves
+    activations: int  # of the largest iteration, on a GPU
     logits: int
+    graphs: int  # captured decode batches, on a GPU
+    context: int  # CUDA's own, on a GPU
+
+    @property
+    def asleep(self) -> int:
+        """What stays on the device while the engine sleeps."""
+        return self.graphs + self.context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,11 +191,13 @@ def rank_memory(config: RunConfig, facts: ModelFacts) -> RankMemory:
     """fp32 training under FSDP2 or a ZeRO stage; activations by Korthikanti et al. 2022 (arXiv 2205.05198), equation 1.
 
     The paper's s·b·h·(34 + 5·a·s/h) bytes per layer are for 2-byte activations and a materialised [T, T] attention
-    matrix, which is what torch's masked attention on CPU does. Recomputed layers keep their s·b·h inputs only.
+    matrix, which is what torch's masked attention on CPU does and GPU kernels do not. Recomputed layers keep their
+    s·b·h inputs only.
     """
-    trainer = config.trainer
+    trainer, on_gpu = config.trainer, config.runtime.gpus_per_rank > 0
     tokens = trainer.pack_length * trainer.micro_batch_packs
-    per_layer = tokens * (34 * facts.hidden_size + 5 * facts.num_heads * trainer.pack_length)
+    attention = 0 if on_gpu else 5 * facts.num_heads * trainer.pack_length
+    per_layer = tokens * (34 * facts.hidden_size + attention)
     if trainer.activation_checkpointing:
         activations = per_layer + facts.num_layers * 2 * tokens * facts.hidden_size
     else:
@@ -194,18 +214,55 @@ def rank_memory(config: RunConfig, facts: ModelFacts) -> RankMemory:
         gathered=max(in_forward, min(trainer.bucket_mib * MIB, 4 * facts.num_parameters)),
         activations=activations * _DTYPE_BYTES[config.model.dtype] // 2,
         logits=3 * 4 * min(trainer.logprob_chunk_tokens, tokens) * facts.vocab_size,
+        context=_GPU_CONTEXT_BYTES if on_gpu else 0,
     )
 
 
 def engine_memory(config: RunConfig, facts: ModelFacts) -> EngineMemory:
-    """Weights of one tensor-parallel part, the configured KV cache on CPU, and one iteration's logits."""
+    """Weights of one tensor-parallel part, the configured KV cache on CPU, and one iteration's tensors.
+
+    On a GPU the cache is 0 here: `engine_kv_cache_bytes` says what the engine's share of a card leaves for it. Scoring
+    holds a row of logits, of their fp32 copy and of log-probabilities for every token of a sequence in the iteration.
+    """
+    rollout, on_gpu = config.rollout, config.runtime.gpus_per_engine > 0
     weights = facts.num_parameters * _DTYPE_BYTES[config.model.dtype]
+    row = (_DTYPE_BYTES[config.model.dtype] + 8) * facts.vocab_size
+    scored = min(rollout.max_batched_tokens, config.data.max_prompt_tokens + rollout.max_tokens)
+    heads = (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim
+    per_token = 3 * facts.intermediate_size + 4 * facts.hidden_size + 2 * heads
     return EngineMemory(
         process=_ENGINE_PROCESS_BYTES,
-        weights=math.ceil(weights / config.rollout.tensor_parallel_size),
-        kv_cache=0 if config.runtime.gpus_per_engine > 0 else config.rollout.kv_cache_mib * MIB,
-        logits=2 * 4 * config.rollout.max_num_seqs * facts.vocab_size,
+        weights=math.ceil(weights / rollout.tensor_parallel_size),
+        kv_cache=0 if on_gpu else rollout.kv_cache_mib * MIB,
+        activations=rollout.max_batched_tokens * per_token * _DTYPE_BYTES[config.model.dtype] if on_gpu else 0,
+        logits=row * max(rollout.max_num_seqs, scored) if on_gpu else 2 * 4 * rollout.max_num_seqs * facts.vocab_size,
+        graphs=_GPU_GRAPHS_BYTES if on_gpu else 0,
+        context=_GPU_CONTEXT_BYTES if on_gpu else 0,
     )
+
+
+def engine_kv_cache_bytes(config: RunConfig, facts: ModelFacts, gpu_bytes: int) -> int:
+    """What one engine's share of a GPU leaves for its cache; negative where the rest does not fit."""
+    return int(engine_gpu_share(config) * gpu_bytes) - engine_memory(config, facts).device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardMemory:
+    """Most bytes of one GPU at the two moments that take most; an engine's share counts in full while it is awake."""
+
+    training: int
+    rollouts: int
+
+
+def card_memory(config: RunConfig, facts: ModelFacts, gpu_bytes: int) -> CardMemory:
+    """Ranks and engines of the fullest card. Where they do not share cards, the larger of the two."""
+    rank, engine = rank_memory(config, facts), engine_memory(config, facts)
+    ranks, engines = ranks_per_card(config), engines_per_card(config)
+    awake = int(engines * engine_gpu_share(config) * gpu_bytes)
+    if not shares_cards(config):
+        return CardMemory(training=ranks * rank.device, rollouts=awake)
+    beside = engines * engine.asleep if config.rollout.sleep_while_training else awake
+    return CardMemory(training=ranks * rank.device + beside, rollouts=ranks * rank.idle + awake)
 
 
 def gib(num_bytes: float) -> str:
@@ -262,7 +319,9 @@ def _shared(bounds: Bounds, parts: int) -> Bounds:
 
 def _host_memory(config: RunConfig, rank: RankMemory, engine: EngineMemory) -> int:
     ranks = config.trainer.num_ranks * (rank.process if config.runtime.gpus_per_rank > 0 else rank.total)
-    engines = config.rollout.num_engines * (engine.process if config.runtime.gpus_per_engine > 0 else engine.total)
+    asleep = engine.weights if config.rollout.sleep_while_training else 0
+    on_host = engine.process + asleep if config.runtime.gpus_per_engine > 0 else engine.total
+    engines = config.rollout.num_engines * on_host
     return _DRIVER_PROCESS_BYTES + _RAY_DAEMONS_BYTES + config.runtime.object_store_mib * MIB + ranks + engines
 
 

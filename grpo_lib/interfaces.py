@@ -222,6 +222,10 @@ class WeightSync(Protocol):
         """Transfer and certify. The certificate is returned also when it is not `ok`; the caller decides."""
         ...
 
+    def release(self) -> None:
+        """Engines give their GPU memory to the trainer until the next push, and serve nothing until it is certified."""
+        ...
+
 
 class Verifier(Protocol):
     """Judges a text. Never raises on bad text, never evaluates it, never runs in the driver's process."""

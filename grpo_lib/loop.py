@@ -96,6 +96,9 @@ def fit(
         with timer.span("checkpoint"):
             recorder.rollouts(step, rollouts.groups, rollouts.assessments)
         if plan is not None:
+            if config.rollout.sleep_while_training:
+                with timer.span("weight_sync"):
+                    sync.release()
             trained = train_step(config, trainer, plan, timer)
             metrics = StepMetrics.merged([metrics, _plan_metrics(plan), trained])
             with timer.span("weight_sync"):

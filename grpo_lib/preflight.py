@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,9 @@ from packaging.version import Version
 
 from grpo_lib.config import RunConfig
 from grpo_lib.data.models import ModelFacts
-from grpo_lib.derived import Derived, derive, gib, model_problems
+from grpo_lib.derived import Derived, card_memory, derive, engine_kv_cache_bytes, gib, model_problems
 from grpo_lib.errors import ConfigError, PreflightError
+from grpo_lib.placement import engine_gpu_share, engines_per_card, ranks_per_card
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -33,6 +35,7 @@ class Machine:
     memory_total_bytes: int
     gpus: int
     disk_free_bytes: int  # on the file system of the storage root
+    gpu_memory_bytes: int | None = None  # of the smallest visible GPU; None where there is none or it is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +117,7 @@ def check_machine(
     checks = (
         _cpus(config, derived, machine),
         _gpus(config, derived, machine),
+        *_gpu_memory(config, facts, derived, machine),
         _memory(config, derived, machine),
         _disk(config, derived, machine, root),
         _port(config.weight_sync.port),
@@ -126,12 +130,14 @@ def inspect_machine(root: Path) -> Machine:
     """What this process may use now."""
     memory = psutil.virtual_memory()
     limit, used = _cgroup_memory(_CGROUP) or (memory.total, 0)
+    gpus = visible_gpus()
     return Machine(
         cpus=min(len(os.sched_getaffinity(0)), _cgroup_cpus(_CGROUP)),
         memory_available_bytes=min(memory.available, max(0, limit - used)),
         memory_total_bytes=min(memory.total, limit),
-        gpus=visible_gpus(),
+        gpus=gpus,
         disk_free_bytes=shutil.disk_usage(_existing(root)).free,
+        gpu_memory_bytes=_gpu_memory_bytes() if gpus else None,
     )
 
 
@@ -158,6 +164,16 @@ def visible_gpus(environment: dict[str, str] | None = None, devices: Path = Path
     ids = [name.strip() for name in listed.split(",")]
     usable = next((i for i, name in enumerate(ids) if name in ("", "-1")), len(ids))
     return min(present, usable)
+
+
+def _gpu_memory_bytes() -> int | None:
+    """Total memory of the smallest GPU, from the driver's own tool; a library would take the seconds of its import."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+        return min(int(mib) for mib in listed) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def installed(package: Package) -> tuple[str, str | None, str]:
@@ -205,6 +221,34 @@ def _gpus(config: RunConfig, derived: Derived, machine: Machine) -> PreflightChe
             "; lower trainer.num_ranks or rollout.num_engines, or set runtime.gpus_per_rank and gpus_per_engine to 0"
         )
     return PreflightCheck(name="GPUs", ok=ok, detail=detail)
+
+
+def _gpu_memory(config: RunConfig, facts: ModelFacts, derived: Derived, machine: Machine) -> tuple[PreflightCheck, ...]:
+    """Whether the ranks and engines that Ray may place on one card fit it together; no check for a run on CPUs."""
+    if derived.gpus == 0:
+        return ()
+    total = machine.gpu_memory_bytes
+    if total is None:
+        detail = "not known here (nvidia-smi does not tell), so not judged"
+        return (PreflightCheck(name="GPU memory", ok=True, detail=detail),)
+    rank, engine = derived.rank_memory, derived.engine_memory
+    card, cache = card_memory(config, facts, total), engine_kv_cache_bytes(config, facts, total)
+    wanted = derived.kv_bytes_per_token * derived.max_sample_tokens
+    share = engine_gpu_share(config)
+    detail = (
+        f"{gib(max(card.training, card.rollouts))} at the fullest of {gib(total)}: {ranks_per_card(config)} x "
+        f"{gib(rank.device)} ranks, {engines_per_card(config)} x {gib(int(share * total))} engines "
+        f"(rollout.gpu_memory_share {share:g}: {gib(engine.device)} fixed, {gib(max(cache, 0))} KV cache)"
+    )
+    fits, serves = max(card.training, card.rollouts) <= total, cache >= wanted
+    if not serves:
+        detail += f"; the cache must hold one sample, {gib(wanted)}: raise rollout.gpu_memory_share"
+    if not fits:
+        detail += (
+            "; lower rollout.gpu_memory_share, trainer.pack_length or trainer.micro_batch_packs, set "
+            "trainer.activation_checkpointing=true, or rollout.sleep_while_training=true where they share a card"
+        )
+    return (PreflightCheck(name="GPU memory", ok=fits and serves, detail=detail),)
 
 
 def _memory(config: RunConfig, derived: Derived, machine: Machine) -> PreflightCheck:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from grpo_lib.placement import engine_gpu_share, engines_per_card, shares_cards
+
 if TYPE_CHECKING:
     from grpo_lib.config import RunConfig
 
@@ -155,8 +157,9 @@ def sums_are_enough(config: RunConfig) -> str | None:
         return None
     shots = f" + data.num_shots ({data.num_shots})" if data.num_shots else ""
     return (
-        f"data.num_train ({data.num_train}) + data.num_heldout ({data.num_heldout}){shots} = {wanted} distinct sums, but "
-        f"data.max_x ({data.max_x}) x data.max_y ({data.max_y}) has only {available}; raise the ranges or draw fewer"
+        f"data.num_train ({data.num_train}) + data.num_heldout ({data.num_heldout}){shots} = {wanted} distinct sums, "
+        f"but data.max_x ({data.max_x}) x data.max_y ({data.max_y}) has only {available}; raise the ranges or draw "
+        "fewer"
     )
 
 
@@ -175,8 +178,8 @@ def shots_end_at_the_line(config: RunConfig) -> str | None:
     if config.data.num_shots == 0 or config.rollout.stop_at == "line":
         return None
     return (
-        f"data.num_shots ({config.data.num_shots}) with rollout.stop_at ({config.rollout.stop_at}): after its answer the "
-        "model goes on with the next question, as the shots do, and no completion would be an answer alone; set "
+        f"data.num_shots ({config.data.num_shots}) with rollout.stop_at ({config.rollout.stop_at}): after its answer "
+        "the model goes on with the next question, as the shots do, and no completion would be an answer alone; set "
         "rollout.stop_at=line"
     )
 
@@ -256,6 +259,51 @@ def transfer_reaches_the_devices(config: RunConfig) -> str | None:
     return None
 
 
+def iteration_holds_every_sequence(config: RunConfig) -> str | None:
+    tokens, sequences = config.rollout.max_batched_tokens, config.rollout.max_num_seqs
+    if tokens >= sequences:
+        return None
+    return (
+        f"rollout.max_batched_tokens ({tokens}) is below rollout.max_num_seqs ({sequences}): each sequence takes one "
+        "token of an iteration; raise the one or lower the other"
+    )
+
+
+def gpu_share_has_a_gpu(config: RunConfig) -> str | None:
+    share, engine = config.rollout.gpu_memory_share, config.runtime.gpus_per_engine
+    if share is None or engine > 0:
+        return None
+    return (
+        f"rollout.gpu_memory_share ({share:g}) with runtime.gpus_per_engine ({engine:g}): an engine on a CPU takes "
+        "rollout.kv_cache_mib; leave the share out, or reserve GPUs"
+    )
+
+
+def engine_shares_fit_a_card(config: RunConfig) -> str | None:
+    engines, share = engines_per_card(config), engine_gpu_share(config)
+    if config.runtime.gpus_per_engine == 0 or engines * share <= (0.95 if shares_cards(config) else 1):
+        return None
+    given = config.rollout.gpu_memory_share
+    others = " and leave the ranks beside them nothing" if shares_cards(config) else ""
+    return (
+        f"rollout.gpu_memory_share ({'null' if given is None else f'{given:g}'}) with runtime.gpus_per_engine "
+        f"({config.runtime.gpus_per_engine:g}) and runtime.gpus_per_rank ({config.runtime.gpus_per_rank:g}): "
+        f"{engines} x {share:g} would take {engines * share:g} of a GPU's memory{others}; lower the share, or reserve "
+        "a larger part of a GPU for an engine"
+    )
+
+
+def sleep_frees_a_shared_card(config: RunConfig) -> str | None:
+    rank, engine = config.runtime.gpus_per_rank, config.runtime.gpus_per_engine
+    if not config.rollout.sleep_while_training or shares_cards(config):
+        return None
+    where = "on a CPU there is nothing to free" if engine == 0 else "nobody else uses an engine's card"
+    return (
+        f"rollout.sleep_while_training (true) with runtime.gpus_per_rank ({rank:g}) and runtime.gpus_per_engine "
+        f"({engine:g}): {where}; set it to false, or let ranks and engines share cards (both above 0, sum at most 1)"
+    )
+
+
 def tolerances_fit_the_dtype(config: RunConfig) -> str | None:
     if config.model.dtype != "bfloat16":
         return None
@@ -319,6 +367,10 @@ RULES: tuple[Rule, ...] = (
     rank_has_at_most_one_gpu,
     ranks_and_engines_share_a_device_kind,
     transfer_reaches_the_devices,
+    iteration_holds_every_sequence,
+    gpu_share_has_a_gpu,
+    engine_shares_fit_a_card,
+    sleep_frees_a_shared_card,
     tolerances_fit_the_dtype,
     zero_stage_adds_gradients_in_fp32,
     parity_tolerances_are_ordered,

@@ -16,7 +16,7 @@ SPANS: tuple[str, ...] = (
     "pack",  # advantages, samples, packing, planning
     "forward_backward",  # policy passes over all ranks, reference and proximal log-probabilities included
     "optim",  # clip and optimiser step
-    "weight_sync",  # transfer and its checksums; the decode canary is `canary`
+    "weight_sync",  # transfer and its checksums, and engines put to sleep and woken; the decode canary is `canary`
     "canary",  # decode canary, when due
     "checkpoint",  # waiting for rollouts to be stored, and checkpoints
     "record",  # metrics, log line, trackers and live card of the step before

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-_CHUNK = 1 << 20  # elements widened to int64 at a time, 8 MiB; part of the formula
+_CHUNK = 1 << 20  # elements that share one set of weights; part of the formula
+# Chunks widened to int64 at a time: what a CPU's cache holds, and few enough kernel launches on a GPU.
+_CHUNKS_AT_A_TIME = {"cpu": 1, "cuda": 32}
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9  # odd constants of splitmix64
 _CHUNK_FACTOR = 0x94D049BB133111EB  # odd: weights of one chunk are this multiple of the next one's
@@ -29,10 +31,14 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
 
 def tensor_checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Checksums of tensors on one device, with a single copy to the host at the end."""
-    if not tensors:
+    return read_checksums([device_checksum(tensor) for tensor in tensors])
+
+
+def read_checksums(sums: Sequence[torch.Tensor]) -> list[int]:
+    """Results of `device_checksum` as plain numbers; the one wait for the device."""
+    if not sums:
         return []
-    sums = torch.stack([_checksum_on_device(tensor) for tensor in tensors])
-    return [value % 2**64 for value in sums.tolist()]
+    return [value % 2**64 for value in torch.stack(list(sums)).tolist()]
 
 
 def checksum_digest(checksums: Mapping[str, int]) -> str:
@@ -41,19 +47,41 @@ def checksum_digest(checksums: Mapping[str, int]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _checksum_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """[] int64, on the tensor's device."""
+def device_checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """[] int64 on the tensor's device, of which `read_checksums` makes the number; nothing waits for the device.
+
+    Raises:
+        ValueError: as `tensor_checksum`.
+    """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise ValueError(
             f"checksum of a {type(tensor).__name__} {tuple(tensor.shape)}: gather it to a plain tensor first"
         )
     bits = tensor.detach().reshape(-1).view(_INT_OF_SIZE[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     weights = _weights(min(_CHUNK, bits.numel()), tensor.device)
-    for chunk in bits.split(_CHUNK):
-        wide = chunk.to(torch.int64, copy=True).mul_(weights[: chunk.numel()])  # int64 bits are the caller's own
-        total = total * _signed(_CHUNK_FACTOR) + wide.sum()
-    return total
+    whole = bits.numel() - bits.numel() % _CHUNK
+    batch = _CHUNK * _CHUNKS_AT_A_TIME.get(tensor.device.type, 1)
+    sums = [_chunk_sums(part.view(-1, _CHUNK), weights) for part in bits[:whole].split(batch) if part.numel()]
+    if whole < bits.numel():
+        rest = bits[whole:]
+        sums.append(_chunk_sums(rest[None], weights[: rest.numel()]))
+    if not sums:
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    chunk_sums = torch.cat(sums)
+    return (chunk_sums * _chunk_weights(len(chunk_sums), tensor.device)).sum()
+
+
+def _chunk_sums(chunks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """[chunks, n] bits, [n] weights → [chunks]."""
+    return chunks.to(torch.int64, copy=True).mul_(weights).sum(-1)  # int64 bits are the caller's own
+
+
+def _chunk_weights(count: int, device: torch.device) -> torch.Tensor:
+    """[count] powers of the factor, the last chunk's being 1."""
+    powers = [1]
+    for _ in range(count - 1):
+        powers.append(powers[-1] * _CHUNK_FACTOR % 2**64)
+    return torch.tensor([_signed(power) for power in reversed(powers)], dtype=torch.int64, device=device)
 
 
 def _weights(count: int, device: torch.device) -> torch.Tensor:

@@ -62,8 +62,8 @@ def stop_token_ids(
     """Every id that ends a completion: the tokenizer's, and all that config and generation config name (trl 7039).
 
     Args:
-        stop_at: `line` adds all tokens whose text has a newline, such as ``"\\n\\n"`` or ``".\\n"``. A stop *text* would
-            not do: the engine reads no text, and the token that ended a completion is part of it and is trained.
+        stop_at: `line` adds all tokens whose text has a newline, such as ``"\\n\\n"`` or ``".\\n"``. A stop *text*
+            would not do: the engine reads no text, and the token that ended a completion is part of it and is trained.
 
     Raises:
         DataError: there is none, so every completion would run to the limit.

@@ -180,6 +180,12 @@ class EngineGroup:
     def resume(self) -> None:
         self._call("resume")
 
+    def sleep(self) -> None:
+        self._call("sleep")
+
+    def wake(self) -> None:
+        self._call("wake")
+
     def load_weights(self, path: Path, policy_version: int) -> None:
         self._call("load_weights", path, policy_version)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,33 @@ _GREEDY_TEMPERATURE = "grpo_lib.rollout.greedy_temperature:GreedyTemperature"
 # Smallest block the CPU attention kernel is optimised for. vLLM's default of 128 would let 64 MiB of KV cache hold
 # fewer short sequences than `max_num_seqs`, and no prompt of usual length would ever be shared.
 _CPU_BLOCK_TOKENS = 32
-_CPU_BATCHED_TOKENS = 8192
+
+# Batch sizes whose decode is captured as a graph; a batch is padded to the next one. Decoding reads all weights
+# whatever the batch, so padding costs little, and each size costs start-up time: vLLM's own list has 35 up to 256.
+_GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuBudget:
+    """How much of a GPU one engine may take.
+
+    The cache is what is left of the share. vLLM would measure instead, over the whole card: the memory that a rank
+    takes on the same card in the meantime would be charged to the engine, or fail its start.
+    """
+
+    share: float  # of the card's memory, everything included
+    fixed_bytes: int  # everything but the KV cache
+
+    def kv_cache_bytes(self, total_bytes: int) -> int:
+        """Raises `ValueError` where nothing is left."""
+        left = int(self.share * total_bytes) - self.fixed_bytes
+        if left <= 0:
+            raise ValueError(
+                f"an engine may take {self.share:g} of {total_bytes / 2**30:.1f} GiB, but needs "
+                f"{self.fixed_bytes / 2**30:.1f} GiB besides its KV cache; raise rollout.gpu_memory_share, or lower "
+                "rollout.max_num_seqs or rollout.max_batched_tokens"
+            )
+        return left
 
 
 def prepare_process(threads: int) -> None:
@@ -27,6 +54,8 @@ def prepare_process(threads: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # It samples from truncated distributions only, which no run of ours asks for, and compiles its kernels at start.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     import torch
 
     if not torch.cuda.is_available():
@@ -34,9 +63,19 @@ def prepare_process(threads: int) -> None:
 
 
 def engine_arguments(
-    *, model_path: Path, config: RolloutConfig, dtype: str, transfer_backend: str, max_model_len: int
+    *,
+    model_path: Path,
+    config: RolloutConfig,
+    dtype: str,
+    transfer_backend: str,
+    max_model_len: int,
+    gpu: GpuBudget | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `EngineArgs`, equal for vLLM 0.26 and 0.32."""
+    """Keyword arguments of vLLM's `EngineArgs`, equal for vLLM 0.26 and 0.32.
+
+    `weight_transfer_config` needs no VLLM_ALLOW_INSECURE_SERIALIZATION: vLLM asks for it where it unpickles handles
+    that came over HTTP, and ours come as objects through Ray.
+    """
     arguments: dict[str, Any] = {
         "model": str(model_path),
         "skip_tokenizer_init": True,  # token ids in, token ids out
@@ -45,6 +84,7 @@ def engine_arguments(
         "seed": config.seed,
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_batched_tokens,
         "tensor_parallel_size": config.tensor_parallel_size,
         "enable_prefix_caching": config.prefix_caching,
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from, temperature included
@@ -56,10 +96,10 @@ def engine_arguments(
     }
     if config.temperature != 1.0:
         arguments["logits_processors"] = [_GREEDY_TEMPERATURE]
-    return arguments | device_arguments(config)
+    return arguments | device_arguments(config, gpu)
 
 
-def device_arguments(config: RolloutConfig) -> dict[str, Any]:
+def device_arguments(config: RolloutConfig, gpu: GpuBudget | None) -> dict[str, Any]:
     """The arguments that differ between a CPU and a GPU."""
     from vllm.platforms import current_platform
 
@@ -68,23 +108,44 @@ def device_arguments(config: RolloutConfig) -> dict[str, Any]:
             "enforce_eager": True,
             "block_size": _CPU_BLOCK_TOKENS,
             "kv_cache_memory_bytes": config.kv_cache_mib * 2**20,
-            "max_num_batched_tokens": _CPU_BATCHED_TOKENS,
         }
-    # Graphs for decode only: starts in a fraction of full compilation's time and decodes as fast.
-    return {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+    if gpu is None:
+        raise ValueError("an engine on a GPU needs a GpuBudget; stages.live makes one from the configuration")
+    return gpu_arguments(config, gpu, total_bytes=current_platform.get_device_total_memory())
 
 
-def import_architecture(model_path: Path) -> None:
+def gpu_arguments(config: RolloutConfig, gpu: GpuBudget, *, total_bytes: int) -> dict[str, Any]:
+    """Graphs for decode only: they start in a fraction of full compilation's time and decode as fast."""
+    return {
+        "kv_cache_memory_bytes": gpu.kv_cache_bytes(total_bytes),
+        # Not used beside the cache's own size, but vLLM still refuses to start unless this much is free.
+        "gpu_memory_utilization": 0.01,
+        "enable_sleep_mode": config.sleep_while_training,
+        "enable_flashinfer_autotune": False,  # tunes quantised kernels, with a forward pass of the largest batch
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": graph_sizes(config.max_num_seqs),
+        },
+    }
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture; the last is the largest batch there can be, as far as graphs go."""
+    largest = min(max_num_seqs, _GRAPH_SIZES[-1])
+    return [*(size for size in _GRAPH_SIZES if size < largest), largest]
+
+
+def import_architecture(model_path: Path, config: RolloutConfig) -> None:
     """Import the model's vLLM class in this process.
 
     vLLM otherwise inspects it in a child process that imports vLLM a second time (20 s on a busy machine), in order
-    to keep CUDA uninitialised before it forks; an engine on a CPU does neither.
+    to keep CUDA uninitialised before it forks workers. An engine of one part runs in this process and forks none.
     """
     from transformers import AutoConfig
     from vllm import ModelRegistry
-    from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if config.tensor_parallel_size > 1:
         return
     for name in AutoConfig.from_pretrained(model_path).architectures or ():
         if name in ModelRegistry.models:

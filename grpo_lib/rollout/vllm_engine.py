@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +16,7 @@ from grpo_lib.config import RolloutConfig
 from grpo_lib.errors import DataError, WeightSyncError
 from grpo_lib.rollout.command_loop import CommandLoop
 from grpo_lib.rollout.model_folder import ModelFolder, open_model_folder
-from grpo_lib.rollout.options import engine_arguments, import_architecture, prepare_process
+from grpo_lib.rollout.options import GpuBudget, engine_arguments, import_architecture, prepare_process
 from grpo_lib.rollout.vllm_requests import (
     InFlight,
     InFlightScore,
@@ -36,10 +36,15 @@ _CLOSE_TIMEOUT_S = 30.0  # longest iteration or command that `close` waits out
 
 
 class EngineState(StrEnum):
-    """`UPDATING` from the start of a weight update until its policy version is committed."""
+    """`UPDATING` from the start of a weight update until its policy version is committed.
+
+    `AWAKE` has its memory back, but weights that nobody has certified since: only an update leads on from there.
+    """
 
     RUNNING = "running"
     PAUSED = "paused"
+    ASLEEP = "asleep"
+    AWAKE = "awake"
     UPDATING = "updating"
     CLOSED = "closed"
 
@@ -52,7 +57,8 @@ class VllmEngine:
     """`RolloutEngine` on vLLM's synchronous engine; owns its process' torch settings.
 
     One thread steps vLLM; every other call is a command that it runs between two steps, so a pause never cuts a step
-    in half and weights never change inside one. The states are RUNNING → PAUSED → UPDATING → PAUSED → RUNNING.
+    in half and weights never change inside one. The states are RUNNING → PAUSED → UPDATING → PAUSED → RUNNING,
+    and with sleep RUNNING → PAUSED → ASLEEP → AWAKE → UPDATING → PAUSED → RUNNING.
 
     A weight update drops the prefix cache and recomputes the keys and values of requests in flight when they go on:
     every token's log-probability is that of the version in its span, given the tokens before it. An update that fails
@@ -70,6 +76,7 @@ class VllmEngine:
         policy_version: int = 0,
         threads: int = 1,
         name: str = "engine",
+        gpu: GpuBudget | None = None,
     ) -> None:
         """Load the model and warm up; returns when the engine can serve.
 
@@ -79,12 +86,13 @@ class VllmEngine:
             policy_version: Version of the folder's weights.
             threads: Math threads of this process.
             name: How errors call this engine.
+            gpu: Memory it may take; required on a GPU, without effect on a CPU.
 
         Raises:
             DataError: the folder lacks weights or does not fit its config.
         """
         prepare_process(threads)
-        self._name, self._config = name, config
+        self._name, self._config, self._gpu = name, config, gpu
         self._folder = open_model_folder(model_path)
         self._limits = _limits(self._folder, config, max_model_len)
         self._policy_version = policy_version
@@ -164,6 +172,21 @@ class VllmEngine:
     def resume(self) -> None:
         self._transition("resume", {EngineState.PAUSED}, EngineState.RUNNING)
 
+    def sleep(self) -> None:
+        """Free the GPU memory: the cache is dropped, weights wait in host memory, requests in flight begin anew.
+
+        Raises:
+            IllegalTransition: the engine is not paused, or `rollout.sleep_while_training` is off.
+        """
+        if not self._config.sleep_while_training:
+            raise IllegalTransition(f"{self._name} was started with rollout.sleep_while_training=false")
+        self._move("sleep", EngineState.PAUSED, EngineState.ASLEEP, lambda: self._llm.sleep(level=1, mode="keep"))
+
+    def wake(self) -> None:
+        """Take the memory back. A sleeping engine can lose weights without a word (trl 5312), so that the engine
+        serves again only after a weight update, whose certificate the caller checks before `resume`."""
+        self._move("wake", EngineState.ASLEEP, EngineState.AWAKE, lambda: self._llm.wake_up())
+
     def load_weights(self, path: Path, policy_version: int) -> None:
         folder = open_model_folder(path)
         if folder.tensor_shapes != self._folder.tensor_shapes:
@@ -231,7 +254,7 @@ class VllmEngine:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        import_architecture(self._folder.path)
+        import_architecture(self._folder.path, self._config)
         arguments = engine_arguments(
             model_path=self._folder.path,
             config=self._config,
@@ -239,6 +262,7 @@ class VllmEngine:
             transfer_backend=transfer_backend,
             # Scoring a sequence samples one token in addition.
             max_model_len=self._limits.max_scored_len + 1,
+            gpu=self._gpu,
         )
         torch.set_num_threads(threads)  # counted per thread, and vLLM forbids it once it runs
         llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -331,7 +355,7 @@ class VllmEngine:
     # -- states ----------------------------------------------------------------------------------------------------
 
     def _begin_update(self, call: str) -> None:
-        self._transition(call, {EngineState.PAUSED}, EngineState.UPDATING)
+        self._transition(call, {EngineState.PAUSED, EngineState.AWAKE}, EngineState.UPDATING)
         self._weight_call("open_weight_tap")
 
     def _weight_call(self, method: str, **kwargs: Any) -> list[Any]:
@@ -352,6 +376,17 @@ class VllmEngine:
             self._set_state(target)
 
         self._loop.call(move)
+
+    def _move(self, call: str, start: EngineState, target: EngineState, work: Callable[[], object]) -> None:
+        """A transition with work in it; when that fails, what the engine holds is unknown and it ends."""
+        self._require(call, start)
+
+        def move() -> None:
+            self._require(call, start)
+            work()
+            self._set_state(target)
+
+        self._loop.call(move, fatal=True)
 
     def _set_state(self, state: EngineState) -> None:
         with self._arrived:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from grpo_lib.algo.checksum import tensor_checksum
+from grpo_lib.algo.checksum import device_checksum, read_checksums
 from grpo_lib.errors import WeightSyncError
 from grpo_lib.types import WeightReceipt
 
@@ -24,14 +24,14 @@ class _Tap:
 
     parameters: frozenset[str]  # of this worker's model, fused as vLLM fuses them
     loaded: set[str] = field(default_factory=set)  # those that `load_weights` says it has filled
-    checksums: dict[str, int] = field(default_factory=dict)
+    checksums: dict[str, torch.Tensor] = field(default_factory=dict)  # on the device: reading one would wait for it
     num_bytes: int = 0
 
     def through(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             if name in self.checksums:
                 raise WeightSyncError(f"weight update: {name} arrived twice")
-            self.checksums[name] = tensor_checksum(tensor)
+            self.checksums[name] = device_checksum(tensor)
             self.num_bytes += tensor.numel() * tensor.element_size()
             yield name, tensor
 
@@ -69,8 +69,11 @@ class WeightTap:
         model = self.model_runner.get_model()
         del model.load_weights
         repack_shared_layers(model)
+        sums = read_checksums(list(tap.checksums.values()))
         return WeightReceipt(
-            checksums=tap.checksums, num_bytes=tap.num_bytes, unloaded=tuple(sorted(tap.parameters - tap.loaded))
+            checksums=dict(zip(tap.checksums, sums, strict=True)),
+            num_bytes=tap.num_bytes,
+            unloaded=tuple(sorted(tap.parameters - tap.loaded)),
         )
 
 

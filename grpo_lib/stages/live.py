@@ -5,7 +5,7 @@ Ranks and engines start side by side. Everything started in a `with` block of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +14,15 @@ from pathlib import Path
 import numpy as np
 
 from grpo_lib.config import RunConfig
+from grpo_lib.data.models import inspect_model
+from grpo_lib.derived import engine_memory
 from grpo_lib.pipeline import sampling_params
+from grpo_lib.placement import engine_gpu_share
 from grpo_lib.ray_runtime.actor_group import ActorGroup, Pending
 from grpo_lib.ray_runtime.cluster import ResourceDemand, local_cluster
 from grpo_lib.ray_runtime.engine_group import EngineGroup, engine_actors
 from grpo_lib.ray_runtime.trainer_group import RayTrainerGroup
+from grpo_lib.rollout.options import GpuBudget
 from grpo_lib.rollout.vllm_engine import VllmEngine
 from grpo_lib.stages.scorers import score_packed
 from grpo_lib.stages.trainer_rank import TrainerRankFactory
@@ -186,20 +190,30 @@ def _trainer(group: ActorGroup, config: RunConfig) -> RayTrainerGroup:
     )
 
 
+def engine_factory(config: RunConfig, model_path: Path, *, policy_version: int, index: int) -> Callable[[], VllmEngine]:
+    """Picklable recipe of one engine; the process that calls it hosts the engine."""
+    gpu = None
+    if config.runtime.gpus_per_engine > 0:
+        fixed_bytes = engine_memory(config, inspect_model(model_path)).device
+        gpu = GpuBudget(share=engine_gpu_share(config), fixed_bytes=fixed_bytes)
+    return partial(
+        VllmEngine,
+        model_path=model_path,
+        config=config.rollout,
+        dtype=config.model.dtype,
+        transfer_backend=config.weight_sync.backend,
+        max_model_len=config.data.max_prompt_tokens + config.rollout.max_tokens,
+        policy_version=policy_version,
+        threads=config.runtime.threads_per_process,
+        name=f"engine {index}",
+        gpu=gpu,
+    )
+
+
 def _engine_group(config: RunConfig, model_path: Path, policy_version: int) -> ActorGroup:
     return engine_actors(
         [
-            partial(
-                VllmEngine,
-                model_path=model_path,
-                config=config.rollout,
-                dtype=config.model.dtype,
-                transfer_backend=config.weight_sync.backend,
-                max_model_len=config.data.max_prompt_tokens + config.rollout.max_tokens,
-                policy_version=policy_version,
-                threads=config.runtime.threads_per_process,
-                name=f"engine {index}",
-            )
+            engine_factory(config, model_path, policy_version=policy_version, index=index)
             for index in range(config.rollout.num_engines)
         ],
         num_cpus=config.runtime.cpus_per_engine,

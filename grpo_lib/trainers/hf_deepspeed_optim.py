@@ -13,12 +13,13 @@ from grpo_lib.algo.schedules import learning_rate
 from grpo_lib.config import TrainerConfig
 from grpo_lib.errors import NonFiniteGradient
 from grpo_lib.trainers.hf_deepspeed_state import ShardedState
+from grpo_lib.trainers.measured_adamw import MeasuredAdamW
 from grpo_lib.types import Stat, StateKind, StepMetrics
 
 
-def build_adamw(parameters: Sequence[torch.nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
-    """PyTorch's AdamW, fused: one kernel for a whole partition."""
-    return torch.optim.AdamW(
+def build_adamw(parameters: Sequence[torch.nn.Parameter], config: TrainerConfig) -> MeasuredAdamW:
+    """AdamW, fused: one kernel for a whole partition."""
+    return MeasuredAdamW(
         parameters,
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
@@ -39,7 +40,7 @@ class ZeroAdamW:
     def __init__(
         self,
         engine: Any,
-        adamw: torch.optim.AdamW,
+        adamw: MeasuredAdamW,
         state: ShardedState,
         names: Sequence[str],
         config: TrainerConfig,
@@ -68,10 +69,7 @@ class ZeroAdamW:
             raise NonFiniteGradient(
                 f"gradient norm is {norm} before step {applied_steps}; weights and optimiser are unchanged"
             )
-        scale = self._config.max_grad_norm / (norm + 1e-6)
-        if scale < 1:
-            for name in self._names:
-                self._state.held(StateKind.GRADIENT, name).values.mul_(scale)
+        self._clip(norm, applied_steps)
         rate = learning_rate(
             self._config.lr_scheduler,
             self._config.learning_rate,
@@ -83,9 +81,8 @@ class ZeroAdamW:
             group["lr"] = rate
         for moments in self.adamw.state.values():
             moments["step"].fill_(applied_steps)
-        before = [self._own_weight(name).clone() for name in self._names]
         self._engine.step()
-        update_rms, moved = self._update_since(before)
+        update_rms, moved = self._update()
         return StepMetrics(
             stats={
                 "optim/grad_norm": Stat.mean(norm, 1),
@@ -95,8 +92,18 @@ class ZeroAdamW:
             }
         )
 
-    def _own_weight(self, name: str) -> torch.Tensor:
-        return self._state.own(StateKind.WEIGHT, name).values
+    def _clip(self, norm: float, applied_steps: int) -> None:
+        """Scale the gradients here on a CPU, and within the update on a GPU."""
+        device = self._state.masters[0].device
+        if device.type == "cuda":
+            on_device = torch.full((), norm, dtype=torch.float32, device=device)
+            self.adamw.start(applied_steps, norm=on_device, max_norm=self._config.max_grad_norm)
+            return
+        self.adamw.start(applied_steps)
+        scale = self._config.max_grad_norm / (norm + 1e-6)
+        if scale < 1:
+            for name in self._names:
+                self._state.held(StateKind.GRADIENT, name).values.mul_(scale)
 
     def _global_grad_norm(self) -> float:
         """L2 norm over all parameters and ranks."""
@@ -105,14 +112,14 @@ class ZeroAdamW:
         dist.all_reduce(total)
         return math.sqrt(float(total))
 
-    def _update_since(self, before: Sequence[torch.Tensor]) -> tuple[float, bool]:
-        """Root mean square of the change over all elements of all ranks, and whether there is any."""
-        totals = torch.zeros(3, dtype=torch.float64, device=before[0].device)
-        for name, old in zip(self._names, before, strict=True):
-            change = old.sub_(self._own_weight(name))
-            totals[0] += change.count_nonzero()  # counted, because squares of tiny changes underflow
-            totals[1] += change.square_().sum(dtype=torch.float64)
-            totals[2] += change.numel()
+    def _update(self) -> tuple[float, bool]:
+        """Root mean square of the change over all elements of all ranks, and whether there is any.
+
+        Replicated masters are counted once for each rank, in the change and in the number of elements.
+        """
+        num_elements = sum(master.numel() for master in self._state.masters)
+        change = self.adamw.change()
+        totals = torch.cat([change, change.new_tensor([num_elements])])
         dist.all_reduce(totals)
         num_changed, sum_of_squares, num_elements = totals.tolist()
         return math.sqrt(sum_of_squares / num_elements), num_changed > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from grpo_lib.config import TrainerConfig
 from grpo_lib.errors import ConfigError, NonFiniteGradient
+from grpo_lib.trainers.measured_adamw import MeasuredAdamW, local_tensor
 from grpo_lib.types import Stat, StepMetrics
+
+
+@dataclass
+class _MeasuredAdamWConfig(AdamWConfig):
+    """OLMo-core's parameter groups around our AdamW."""
+
+    @classmethod
+    def optimizer(cls) -> type[torch.optim.AdamW]:
+        return MeasuredAdamW
 
 
 class SteppedAdamW:
@@ -26,13 +37,13 @@ class SteppedAdamW:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._config, self._total_steps = config, total_steps
         self._schedule = _schedule(config)
-        self.adamw: torch.optim.AdamW = AdamWConfig(
+        self.adamw: MeasuredAdamW = _MeasuredAdamWConfig(
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
             fused=True,  # one kernel for all shards: five times faster here than a dispatch per tensor and operation
-        ).build(model)
+        ).build(model)  # pyright: ignore[reportAttributeAccessIssue] of the class that the configuration names
         for parameter in self._parameters:
             # PyTorch fills in missing state while saving by a real step with zero gradients, which counts: after a
             # checkpoint at version 0 the first update would be half as large. So the state exists from the start.
@@ -52,32 +63,34 @@ class SteppedAdamW:
     def step(self, applied_steps: int) -> StepMetrics:
         """Clip by the global norm, apply one update, clear the gradients; the metrics are the same on every rank.
 
+        On a GPU the host waits once, for the numbers that it reports.
+
         Raises:
             NonFiniteGradient: the gradient norm is NaN or infinite; nothing is applied, the gradients are dropped.
         """
-        norm = self._global_grad_norm()
-        if not math.isfinite(norm):
-            self.zero_grad()
-            raise NonFiniteGradient(
-                f"gradient norm is {norm} before step {applied_steps}; weights and optimiser are unchanged"
-            )
-        torch.nn.utils.clip_grads_with_norm_(
-            self._parameters, self._config.max_grad_norm, torch.tensor(norm, device=self._parameters[0].device)
-        )
         learning_rate = self.learning_rate(applied_steps)
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
-        # A copy of this rank's shards: the activations that filled this memory during the backward pass are gone.
-        before = [_local(parameter).clone() for parameter in self._parameters]
+        norm = self._global_grad_norm()
+        if norm.is_cuda:
+            self.adamw.start(applied_steps, norm=norm, max_norm=self._config.max_grad_norm)
+        else:
+            self._refuse(norm, applied_steps)
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.max_grad_norm, norm)
+            self.adamw.start(applied_steps)
         self.adamw.step()
-        update_rms, moved = self._update_since(before)
+        change = self.adamw.change()
+        dist.all_reduce(change)
+        num_changed, sum_of_squares, norm_value = torch.cat([change, norm.double()[None]]).tolist()
+        self._refuse(norm_value, applied_steps)  # on a GPU the update has seen it too and has written nothing
         self.zero_grad()
+        num_elements = sum(parameter.numel() for parameter in self._parameters)
         return StepMetrics(
             stats={
-                "optim/grad_norm": Stat.mean(norm, 1),
+                "optim/grad_norm": Stat.mean(norm_value, 1),
                 "optim/lr": Stat.mean(learning_rate, 1),
-                "optim/update_rms": Stat.mean(update_rms, 1),
-                "optim/weights_moved": Stat.min(float(moved)),
+                "optim/update_rms": Stat.mean(math.sqrt(sum_of_squares / num_elements), 1),
+                "optim/weights_moved": Stat.min(float(num_changed > 0)),
             }
         )
 
@@ -89,32 +102,26 @@ class SteppedAdamW:
     def zero_grad(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
 
-    def _global_grad_norm(self) -> float:
-        """L2 norm over all parameters and ranks."""
+    def _refuse(self, norm: float | torch.Tensor, applied_steps: int) -> None:
+        """Raise unless the norm is finite."""
+        if not math.isfinite(norm):
+            self.zero_grad()
+            self.set_applied_steps(applied_steps)
+            raise NonFiniteGradient(
+                f"gradient norm is {float(norm)} before step {applied_steps}; weights and optimiser are unchanged"
+            )
+
+    def _global_grad_norm(self) -> torch.Tensor:
+        """L2 norm over all parameters and ranks, a scalar on the device."""
         grads = [parameter.grad for parameter in self._parameters]
         assert all(grad is not None for grad in grads), "optim_step without a forward_backward before it"
+        if grads[0].is_cuda:  # pyright: ignore[reportOptionalMemberAccess] None is excluded above
+            own = torch.nn.utils.get_total_norm([local_tensor(grad) for grad in grads if grad is not None])
+            total = own.square()
+            dist.all_reduce(total)
+            return total.sqrt()
         norm = torch.nn.utils.get_total_norm(grads)  # pyright: ignore[reportArgumentType] None is excluded above
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-    @torch.no_grad()
-    def _update_since(self, before: list[torch.Tensor]) -> tuple[float, bool]:
-        """Root mean square of the change over all elements of all ranks, and whether there is any."""
-        totals = torch.zeros(2, dtype=torch.float64, device=before[0].device)
-        for old, parameter in zip(before, self._parameters, strict=True):
-            change = old.sub_(_local(parameter))
-            totals[0] += change.count_nonzero()  # counted, because squares of tiny changes underflow
-            totals[1] += change.square_().sum(dtype=torch.float64)
-        dist.all_reduce(totals)
-        num_changed, sum_of_squares = totals.tolist()
-        num_elements = sum(parameter.numel() for parameter in self._parameters)
-        return math.sqrt(sum_of_squares / num_elements), num_changed > 0
-
-
-def _local(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's shard, without gradient history, sharing its storage."""
-    shard = parameter.detach()
-    assert isinstance(shard, DTensor)
-    return shard.to_local()
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _schedule(config: TrainerConfig) -> Scheduler:

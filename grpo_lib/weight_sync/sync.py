@@ -50,6 +50,14 @@ class ReceivingEngines(Protocol):
 
     def pause(self) -> None: ...
 
+    def sleep(self) -> None:
+        """Free the GPU memory; legal while paused."""
+        ...
+
+    def wake(self) -> None:
+        """Take it back; legal while asleep. What follows is a push."""
+        ...
+
     def commit_weights(self, policy_version: int) -> Sequence[WeightReceipt]:
         """Label the received weights and return what every worker of every engine received."""
         ...
@@ -85,6 +93,7 @@ class CertifiedWeightSync:
         self._checkpoint_names: tuple[frozenset[str], ...] = ()
         self._pushes = 0
         self._connected = False
+        self._asleep = False
 
     def connect(self) -> None:
         if self._connected:
@@ -104,7 +113,11 @@ class CertifiedWeightSync:
     def push(self, policy_version: int) -> SyncCertificate:
         if not self._connected:
             raise WeightSyncError("weight sync: push before connect")
-        self._engines.pause()
+        if self._asleep:
+            self._engines.wake()
+            self._asleep = False
+        else:
+            self._engines.pause()
         started = time.perf_counter()
         report = self._ranks.push_weights(policy_version, deadline_s=self._deadlines.weight_sync_s, setting=_SYNC)
         receipts = self._engines.commit_weights(report.policy_version)
@@ -127,6 +140,12 @@ class CertifiedWeightSync:
             if not certificate.ok:
                 self._engines.pause()
         return certificate
+
+    def release(self) -> None:
+        if not self._asleep:
+            self._engines.pause()
+            self._engines.sleep()
+            self._asleep = True
 
 
 def certify(

@@ -1,0 +1,96 @@
+"""AdamW that also tells what its last steps changed. Both trainers use it, so that neither pays more for the proof.
+
+On a CPU it is PyTorch's fused AdamW between a copy and a comparison. On a GPU that would move 150 GB through memory for a
+model of 4 billion parameters, beside the 110 GB of the update itself, and clipping before it another 30. There one kernel
+reads the gradients, clips, updates and adds up the change that it has in registers anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class MeasuredAdamW(torch.optim.AdamW):
+    """PyTorch's AdamW with a count of what it changed since `start`.
+
+    Args:
+        applied_steps: Of `start`: the number of steps that bias correction counts before this one.
+    """
+
+    _norm: torch.Tensor | None = None
+    _max_norm = 0.0
+    _applied_steps = 0
+    _change: torch.Tensor | None = None  # [2, slots] float64 on the device: elements changed, sum of squares
+
+    def start(self, applied_steps: int, *, norm: torch.Tensor | None = None, max_norm: float = 0.0) -> None:
+        """Forget what was changed, and clip in the steps that follow.
+
+        Args:
+            norm: Scalar on the GPU. Gradients are scaled by ``max_norm / norm`` where that is below 1; a step with a
+                norm that is not finite changes nothing. None on a CPU, where gradients are clipped beforehand.
+        """
+        assert norm is None or norm.is_cuda, "on a CPU gradients are clipped beforehand"
+        self._norm, self._max_norm, self._applied_steps, self._change = norm, max_norm, applied_steps, None
+
+    def change(self) -> torch.Tensor:
+        """[2] float64 on the device: changed elements, and the sum of squared changes, of this rank since `start`."""
+        assert self._change is not None, "no step since `start`"
+        return self._change.sum(1)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update; several calls between two `start` belong to one step of different parameters."""
+        assert closure is None, "gradients come from the trainer"
+        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        parameters = [parameter for _, members in groups for parameter in members]
+        if parameters and parameters[0].is_cuda:
+            self._step_in_one_pass(groups)
+        else:
+            before = [local_tensor(parameter).clone() for parameter in parameters]
+            super().step()
+            for parameter, old in zip(parameters, before, strict=True):
+                self._add_change(old.sub_(local_tensor(parameter)))
+        return None
+
+    def _step_in_one_pass(self, groups: list[tuple[dict[str, Any], list[torch.Tensor]]]) -> None:
+        from grpo_lib.trainers import adamw_kernel
+
+        assert self._norm is not None, "on a GPU clipping is part of the step"
+        if self._change is None:
+            self._change = adamw_kernel.no_change(self._norm.device)
+        for group, parameters in groups:
+            for parameter in parameters:
+                state = self.state[parameter]
+                assert parameter.grad is not None
+                adamw_kernel.update(
+                    local_tensor(parameter),
+                    local_tensor(parameter.grad),
+                    local_tensor(state["exp_avg"]),
+                    local_tensor(state["exp_avg_sq"]),
+                    settings=adamw_kernel.Settings.of(group, step=self._applied_steps + 1),
+                    norm=self._norm,
+                    max_norm=self._max_norm,
+                    change=self._change,
+                )
+            if parameters:
+                torch._foreach_add_([self.state[parameter]["step"] for parameter in parameters], 1)
+
+    def _add_change(self, change: torch.Tensor) -> None:
+        if self._change is None:
+            self._change = torch.zeros(2, 1, dtype=torch.float64, device=change.device)
+        self._change[0] += change.count_nonzero()  # counted, because squares of tiny changes underflow
+        self._change[1] += change.square_().sum(dtype=torch.float64)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, without gradient history, sharing its storage."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
