@@ -335,6 +335,50 @@ def zero_stage_adds_gradients_in_fp32(config: RunConfig) -> str | None:
     )
 
 
+def activations_are_spared_in_one_way(config: RunConfig) -> str | None:
+    trainer = config.trainer
+    if not trainer.activation_checkpointing or trainer.activation_memory_budget == 1:
+        return None
+    return (
+        f"trainer.activation_checkpointing (true) with trainer.activation_memory_budget "
+        f"({trainer.activation_memory_budget:g}): whole blocks are recomputed already; set "
+        "trainer.activation_memory_budget=1, or trainer.activation_checkpointing=false"
+    )
+
+
+def activation_budget_has_a_compiler(config: RunConfig) -> str | None:
+    trainer = config.trainer
+    if trainer.activation_memory_budget == 1 or (trainer.compile and trainer.backend == "olmo_core"):
+        return None
+    return (
+        f"trainer.activation_memory_budget ({trainer.activation_memory_budget:g}) with trainer.compile "
+        f"({str(trainer.compile).lower()}) and trainer.backend ({trainer.backend}): the compiler of OLMo-core's blocks "
+        "chooses what to recompute; set trainer.compile=true and trainer.backend=olmo_core, or "
+        "trainer.activation_checkpointing=true instead"
+    )
+
+
+def compiled_blocks_have_a_kernel(config: RunConfig) -> str | None:
+    gpus, dtype = config.runtime.gpus_per_rank, config.model.dtype
+    if not config.trainer.compile or (gpus > 0 and dtype == "bfloat16"):
+        return None
+    return (
+        f"trainer.compile (true) with runtime.gpus_per_rank ({gpus:g}) and model.dtype ({dtype}): attention kernels "
+        "that take document boundaries, and so one graph for all packs, exist for bfloat16 on GPUs; set "
+        "trainer.compile=false"
+    )
+
+
+def compiled_layers_are_whole(config: RunConfig) -> str | None:
+    trainer = config.trainer
+    if not trainer.compile or trainer.backend != "hf_deepspeed" or trainer.zero_stage < 3:
+        return None
+    return (
+        f"trainer.compile (true) with trainer.zero_stage ({trainer.zero_stage}): ZeRO-3 gathers weights in hooks inside "
+        "each layer, where a graph would end; set trainer.zero_stage=2, or trainer.compile=false"
+    )
+
+
 def parity_tolerances_are_ordered(config: RunConfig) -> str | None:
     mean, p999, largest = config.parity.mean_abs, config.parity.p999_abs, config.parity.max_abs
     if mean <= p999 <= largest:
@@ -373,5 +417,9 @@ RULES: tuple[Rule, ...] = (
     sleep_frees_a_shared_card,
     tolerances_fit_the_dtype,
     zero_stage_adds_gradients_in_fp32,
+    activations_are_spared_in_one_way,
+    activation_budget_has_a_compiler,
+    compiled_blocks_have_a_kernel,
+    compiled_layers_are_whole,
     parity_tolerances_are_ordered,
 )

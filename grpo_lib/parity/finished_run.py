@@ -22,6 +22,7 @@ FREE = frozenset(
         "recipe", "seed", "storage", "tracking", "deadlines", "runtime", "parity",
         "trainer.backend", "trainer.num_ranks", "trainer.pack_length", "trainer.micro_batch_packs",
         "trainer.logprob_chunk_tokens", "trainer.bucket_mib", "trainer.zero_stage", "trainer.activation_checkpointing",
+        "trainer.activation_memory_budget", "trainer.compile", "trainer.logprob_recompute",
         "rollout.num_engines", "rollout.tensor_parallel_size", "rollout.max_num_seqs", "rollout.kv_cache_mib",
         "rollout.prefix_caching", "verifier.num_workers", "weight_sync.backend", "weight_sync.port",
         "weight_sync.canary_every", "weight_sync.canary_prompts", "weight_sync.canary_tolerance",

@@ -81,7 +81,12 @@ def measure(run: StoredRun, *, scorer: str, folder: Path) -> ScorerMeasurement:
     if not export.is_dir():
         raise DataError(f"run {run.reference}: {export} is missing; the step fit writes it at its end")
     if scorer == PLAIN:
-        plain = HfScorer(export, dtype=config.model.dtype, temperature=config.rollout.temperature)
+        plain = HfScorer(
+        export,
+        dtype=config.model.dtype,
+        temperature=config.rollout.temperature,
+        fp32_head=config.model.fp32_head,
+    )
         scores = ScoredBySequence(name=scorer, scorer=plain).score(groups)
     elif scorer == ENGINE_SCORE:
         with live_engines(config, model_path=export, policy_version=run.policy_version) as engines:

@@ -50,7 +50,12 @@ def run(
         evaluation: `EvaluationResult.to_dict()`.
     """
     groups = read_rollouts(LocalStore(paths.store), StoreRef.from_dict(rollouts)).groups
-    plain = HfScorer(paths.export, dtype=config.model.dtype, temperature=config.rollout.temperature)
+    plain = HfScorer(
+        paths.export,
+        dtype=config.model.dtype,
+        temperature=config.rollout.temperature,
+        fp32_head=config.model.fp32_head,
+    )
     metrics = list(read_metrics(paths.metrics))
     with live_parts(
         config,

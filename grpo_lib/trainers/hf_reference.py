@@ -32,15 +32,23 @@ class HfReference:
         temperature: Sampling temperature that log-probabilities are taken at.
         version: Policy version that the scorers under suspicion should hold.
         weights: Version → reader of its tensors. `version` is among them, other versions are suspects.
+        fp32_head: fp32 logits from bfloat16 hidden states.
     """
 
     def __init__(
-        self, model_path: Path, *, dtype: str, temperature: float, version: int, weights: Mapping[int, WeightReader]
+        self,
+        model_path: Path,
+        *,
+        dtype: str,
+        temperature: float,
+        version: int,
+        weights: Mapping[int, WeightReader],
+        fp32_head: bool = False,
     ) -> None:
         if version not in weights:
             raise ValueError(f"reference weights are of versions {sorted(weights)}; version {version} is missing")
         self.temperature, self.version, self.versions = temperature, version, tuple(sorted(weights))
-        self._weights = dict(weights)
+        self._weights, self._fp32_head = dict(weights), fp32_head
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=getattr(torch, dtype), attn_implementation="eager"
         ).eval()
@@ -131,7 +139,10 @@ class HfReference:
                 position_ids=batch.position_ids[chunk],
                 use_cache=False,
             )
-            yield chunk, torch.nn.functional.linear(output.last_hidden_state, self._head(fault))
+            hidden, head = output.last_hidden_state, self._head(fault)
+            if self._fp32_head:
+                hidden, head = hidden.float(), head.float()
+            yield chunk, torch.nn.functional.linear(hidden, head)
 
     def _head(self, fault: Fault) -> torch.Tensor:
         """[V, D]. The families here have no bias and no scale in their head."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +22,12 @@ class HfScorer:
         model_path: Hugging Face folder.
         dtype: Weights and activations.
         temperature: Logits are divided by it.
+        fp32_head: fp32 logits from bfloat16 hidden states.
     """
 
-    def __init__(self, model_path: Path, *, dtype: str, temperature: float) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype)).eval()
-        self._temperature = temperature
+    def __init__(self, model_path: Path, *, dtype: str, temperature: float, fp32_head: bool = False) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype)).eval()
+        self._temperature, self._fp32_head = temperature, fp32_head
 
     @torch.no_grad()
     def score(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[np.ndarray]:
@@ -52,5 +54,10 @@ class HfScorer:
 
     def _forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[B, L] ids → [B, L - 1] float32: entry t is the log-probability of token t + 1."""
-        logits = self._model(input_ids=token_ids, use_cache=False).logits[:, :-1].float() / self._temperature
-        return logits.log_softmax(-1).gather(-1, token_ids[:, 1:, None])[..., 0]
+        hidden, head = self._model.model(input_ids=token_ids, use_cache=False).last_hidden_state, self._model.lm_head
+        if self._fp32_head:  # the families here have no bias and no scale in their head
+            logits = torch.nn.functional.linear(hidden.float(), head.weight.float())
+        else:
+            logits = head(hidden).float()
+        log_softmax = (logits[:, :-1] / self._temperature).log_softmax(-1)
+        return log_softmax.gather(-1, token_ids[:, 1:, None])[..., 0]
