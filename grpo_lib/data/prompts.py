@@ -77,7 +77,8 @@ def addition_rows(
         shots = f" + data.num_shots ({config.num_shots})" if config.num_shots else ""
         raise DataError(
             f"data.num_train ({config.num_train}) + data.num_heldout ({config.num_heldout}){shots} = {wanted} exceeds "
-            f"the {space} sums of data.max_x ({config.max_x}) x data.max_y ({config.max_y}); ask for fewer or raise max_x"
+            f"the {space} sums of data.max_x ({config.max_x}) x data.max_y ({config.max_y}); ask for fewer or raise "
+            "max_x"
         )
     # `random()` is the one method whose sequence Python promises to keep for a seed.
     generator = random.Random(seed)

@@ -69,6 +69,7 @@ def engine_arguments(
     dtype: str,
     transfer_backend: str,
     max_model_len: int,
+    fp32_head: bool = False,
     gpu: GpuBudget | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs`, equal for vLLM 0.26 and 0.32.
@@ -94,6 +95,8 @@ def engine_arguments(
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": transfer_backend},
     }
+    if fp32_head and dtype != "float32":
+        arguments["hf_overrides"] = {"head_dtype": "float32"}  # logits in fp32, as the trainer's
     if config.temperature != 1.0:
         arguments["logits_processors"] = [_GREEDY_TEMPERATURE]
     return arguments | device_arguments(config, gpu)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,7 @@ class VllmEngine:
         policy_version: int = 0,
         threads: int = 1,
         name: str = "engine",
+        fp32_head: bool = False,
         gpu: GpuBudget | None = None,
     ) -> None:
         """Load the model and warm up; returns when the engine can serve.
@@ -86,13 +88,14 @@ class VllmEngine:
             policy_version: Version of the folder's weights.
             threads: Math threads of this process.
             name: How errors call this engine.
+            fp32_head: Project to the vocabulary in fp32 in a bfloat16 model, as `model.fp32_head` says.
             gpu: Memory it may take; required on a GPU, without effect on a CPU.
 
         Raises:
             DataError: the folder lacks weights or does not fit its config.
         """
         prepare_process(threads)
-        self._name, self._config, self._gpu = name, config, gpu
+        self._name, self._config = name, config
         self._folder = open_model_folder(model_path)
         self._limits = _limits(self._folder, config, max_model_len)
         self._policy_version = policy_version
@@ -105,7 +108,18 @@ class VllmEngine:
         self._arrived = threading.Condition()  # guards `_finished`, `_in_flight` and `_state`
         self._loop = CommandLoop(name, iterate=self._step, has_work=self._has_work, on_failure=self._give_up)
         self._loop.start()
-        self._llm: LLMEngine = self._loop.call(lambda: self._build(dtype, transfer_backend, threads), fatal=True)
+        arguments = partial(
+            engine_arguments,
+            model_path=model_path,
+            config=config,
+            dtype=dtype,
+            transfer_backend=transfer_backend,
+            # Scoring a sequence samples one token in addition.
+            max_model_len=self._limits.max_scored_len + 1,
+            fp32_head=fp32_head,
+            gpu=gpu,
+        )
+        self._llm: LLMEngine = self._loop.call(lambda: self._build(arguments, threads), fatal=True)
 
     # -- generating ------------------------------------------------------------------------------------------------
 
@@ -249,23 +263,14 @@ class VllmEngine:
 
     # -- in the loop's thread --------------------------------------------------------------------------------------
 
-    def _build(self, dtype: str, transfer_backend: str, threads: int) -> LLMEngine:
+    def _build(self, arguments: Callable[[], dict[str, Any]], threads: int) -> LLMEngine:
         import torch
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         import_architecture(self._folder.path, self._config)
-        arguments = engine_arguments(
-            model_path=self._folder.path,
-            config=self._config,
-            dtype=dtype,
-            transfer_backend=transfer_backend,
-            # Scoring a sequence samples one token in addition.
-            max_model_len=self._limits.max_scored_len + 1,
-            gpu=self._gpu,
-        )
         torch.set_num_threads(threads)  # counted per thread, and vLLM forbids it once it runs
-        llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        llm = LLMEngine.from_engine_args(EngineArgs(**arguments()))
         _warm_up(llm, self._limits.max_model_len)
         return llm
 

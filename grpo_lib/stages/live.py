@@ -206,6 +206,7 @@ def engine_factory(config: RunConfig, model_path: Path, *, policy_version: int, 
         policy_version=policy_version,
         threads=config.runtime.threads_per_process,
         name=f"engine {index}",
+        fp32_head=config.model.fp32_head,
         gpu=gpu,
     )
 

@@ -207,6 +207,9 @@ class FakeSync:
 
     def connect(self) -> None: ...
 
+    def release(self) -> None:
+        self.journal.append("release")
+
     def push(self, policy_version: int) -> SyncCertificate:
         self.journal.append(f"push v{policy_version}")
         self.engine.version = policy_version

@@ -125,7 +125,7 @@ def test_a_hopeless_key_gets_a_place_to_look() -> None:
 
 def test_an_unknown_recipe_gets_a_suggestion() -> None:
     assert only_problem(recipe="embeded_addition").endswith("did you mean embedded_addition?")
-    assert only_problem(recipe="zzz") == "recipe 'zzz' does not exist; there are embedded_addition"
+    assert only_problem(recipe="zzz") == "recipe 'zzz' does not exist; there are embedded_addition, smollm2_addition"
 
 
 def test_all_problems_come_at_once() -> None:

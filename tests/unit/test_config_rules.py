@@ -8,6 +8,8 @@ from grpo_lib.rules import RULES
 
 RECIPE = "embedded_addition"
 GPU = ["runtime.gpus_per_rank=1", "runtime.gpus_per_engine=1", "weight_sync.backend=nccl"]
+SHARED = ["weight_sync.backend=ipc", "runtime.gpus_per_rank=0.5", "runtime.gpus_per_engine=0.5"]
+SHOTS = ["data.num_shots=3", "data.template=raw", "rollout.stop_at=line"]
 FILES = ["data.source=parquet", "data.train_path=a.parquet", "data.heldout_path=b.parquet"]
 
 # rule, overrides that break it and only it, what the message must contain, overrides that mend it
@@ -115,6 +117,72 @@ CASES = [
     ),
     ("pass_at_k_within_samples", ["evaluation.pass_at=[0]"], ["evaluation.pass_at (0)", "at least 1"], None),
     ("pass_at_k_within_samples", ["evaluation.pass_at=[4, 4]"], ["evaluation.pass_at (4, 4)", "twice"], None),
+    (
+        "sums_are_enough",
+        [*SHOTS[1:], "data.num_shots=51"],
+        ["data.num_train (800)", "data.num_heldout (150)", "data.num_shots (51)", "1001 distinct sums"],
+        ["data.num_shots=50"],
+    ),
+    (
+        "shots_belong_to_raw_sums",
+        ["data.num_shots=3", "rollout.stop_at=line"],
+        ["data.num_shots (3)", "data.template (tokenizer)", "data.template=raw"],
+        ["data.template=raw"],
+    ),
+    (
+        "shots_belong_to_raw_sums",
+        [*FILES, *SHOTS],
+        ["data.num_shots (3)", "data.source (parquet)"],
+        ["data.num_shots=0"],
+    ),
+    (
+        "shots_end_at_the_line",
+        SHOTS[:2],
+        ["data.num_shots (3)", "rollout.stop_at (end_of_text)", "rollout.stop_at=line"],
+        ["rollout.stop_at=line"],
+    ),
+    (
+        "iteration_holds_every_sequence",
+        ["rollout.max_batched_tokens=255"],
+        ["rollout.max_batched_tokens (255)", "rollout.max_num_seqs (256)"],
+        ["rollout.max_num_seqs=255"],
+    ),
+    (
+        "gpu_share_has_a_gpu",
+        ["rollout.gpu_memory_share=0.5"],
+        ["rollout.gpu_memory_share (0.5)", "runtime.gpus_per_engine (0)"],
+        [*GPU, "rollout.gpu_memory_share=0.5"],
+    ),
+    (
+        "engine_shares_fit_a_card",
+        [*SHARED, "rollout.gpu_memory_share=0.96"],
+        ["rollout.gpu_memory_share (0.96)", "runtime.gpus_per_rank (0.5)", "leave the ranks beside them nothing"],
+        ["rollout.gpu_memory_share=0.95"],
+    ),
+    (
+        "engine_shares_fit_a_card",  # Ray puts two engines of half a card on one
+        [
+            "weight_sync.backend=ipc",
+            "runtime.gpus_per_rank=0.2",
+            "runtime.gpus_per_engine=0.4",
+            "rollout.num_engines=2",
+            "rollout.gpu_memory_share=0.5",
+        ],
+        ["2 x 0.5 would take 1", "runtime.gpus_per_engine (0.4)"],
+        ["rollout.num_engines=1"],
+    ),
+    (
+        "sleep_frees_a_shared_card",
+        ["rollout.sleep_while_training=true"],
+        ["rollout.sleep_while_training (true)", "on a CPU there is nothing to free"],
+        [*SHARED, "rollout.sleep_while_training=true"],
+    ),
+    (
+        "sleep_frees_a_shared_card",
+        [*GPU, "rollout.sleep_while_training=true"],
+        ["rollout.sleep_while_training (true)", "nobody else uses"],
+        [*SHARED, "rollout.sleep_while_training=true"],
+    ),
     (
         "engine_has_its_gpus",
         ["rollout.tensor_parallel_size=2"],

@@ -90,6 +90,16 @@ def test_all_stop_tokens_are_found(tokenizer, tmp_path: Path) -> None:
         stop_token_ids(folder, tokenizer)
 
 
+def test_a_line_ends_at_every_token_with_a_newline(tokenizer) -> None:
+    """A vocabulary has more of them than the newline itself: one that is left out lets the next question begin."""
+    tokenizer.add_tokens(["\n\n", ".\n", "\t", "n"])
+    stops = stop_token_ids(FOLDER, tokenizer, "line")
+    texts = {one: tokenizer.decode([one]) for one in stops if one != EOS}
+    assert sorted(texts.values()) == ["\n", "\n\n", ".\n"]
+    assert EOS in stops
+    assert tokenizer.encode("7\n", add_special_tokens=False)[-1] in stops
+
+
 def test_decoder_leaves_out_special_tokens_only(tokenizer) -> None:
     decode = token_decoder(tokenizer)
     assert decode([*ids_of("1+1=2"), EOS, PAD]) == "1+1=2"

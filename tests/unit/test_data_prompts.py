@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,31 @@ class TestAddition:
         few, many = (addition_rows(DataConfig(num_train=n)) for n in (16, 800))
         assert few[1] == many[1]
         assert few[0] == many[0][:16]
+
+    def test_shots_are_solved_sums_of_neither_split(self) -> None:
+        config = DataConfig(num_train=400, num_heldout=100, max_x=30, max_y=20, num_shots=3, template="raw")
+        train, heldout = addition_rows(config)
+        shown, asked = set(), []
+        for row in (*train, *heldout):
+            *solved, open_question = row.prompt.split("\n\n")
+            assert open_question.endswith("?\nAnswer:")
+            for text in solved:
+                x, y, total = map(int, re.findall(r"\d+", text))
+                assert x + y == total
+                shown.add((x, y))
+            x, y = map(int, re.findall(r"\d+", open_question))
+            assert int(row.answer) == x + y
+            asked.append((x, y))
+        assert len(shown) == 3, "the same shots for all"
+        assert len(set(asked)) == len(asked) == 500
+        assert not shown & set(asked)
+
+    def test_shots_and_training_size_leave_the_heldout_sums_alone(self) -> None:
+        def heldout(num_train: int, num_shots: int) -> list[str]:
+            rows = addition_rows(DataConfig(num_train=num_train, num_shots=num_shots, template="raw"))[1]
+            return [row.answer for row in rows]
+
+        assert heldout(800, 0) == heldout(100, 3) == heldout(800, 7)
 
     def test_all_of_the_space_can_be_used_and_no_more(self) -> None:
         train, heldout = addition_rows(DataConfig(num_train=15, num_heldout=5, max_x=4, max_y=5))

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "grpo_lib"
 
-L0 = {"types", "interfaces", "config", "rules", "recipes", "errors", "seeds", "timing"}
+L0 = {"types", "interfaces", "config", "rules", "placement", "recipes", "errors", "seeds", "timing"}
 L1 = {"algo", "data", "verifiers"}
 L2 = {"loop", "pipeline", "evaluate", "parity", "derived", "preflight"}
 L3 = {"trainers", "rollout", "weight_sync", "distributed", "ray_runtime", "storage", "tracking", "metaflow_runs"}

@@ -95,6 +95,18 @@ def test_order_of_a_run() -> None:
     assert [record.policy_version for record in run.recorder.records] == [1, 2, 3]
 
 
+def test_engines_sleep_only_while_weights_change() -> None:
+    """A step without signal trains nothing and pushes nothing, and engines that slept would not be woken."""
+    sleeping = {"rollout": {"sleep_while_training": True}}
+    run = Run(sections=sleeping)
+    run.fit()
+    step = ["release", "forward_backward", "optim_step"]
+    assert run.journal[:7] == ["push v0", "submit 8 at v0", "store rollouts 1", *step, "push v1"]
+    idle = Run(judge=lambda prompt, text: valid(0.0), sections=sleeping)
+    idle.fit()
+    assert "release" not in idle.journal
+
+
 def test_the_first_push_carries_the_restored_version() -> None:
     """open-instruct 1627, prime-rl 3004, AReaL 1342: after a resume the engine must not sample from the base model."""
     run = Run()

@@ -70,6 +70,52 @@ def test_gpu_shortfall(tmp_path: Path) -> None:
     assert run_preflight(config, TINY, root=tmp_path, machine=replace(LARGE, gpus=3))
 
 
+def card(*overrides: str) -> RunConfig:
+    """One rank and one engine on one GPU."""
+    return embedded(
+        "trainer.num_ranks=1", "weight_sync.backend=ipc", "runtime.gpus_per_rank=0.5", "runtime.gpus_per_engine=0.5",
+        *overrides,
+    )  # fmt: skip
+
+
+ONE_GPU = replace(LARGE, gpus=1, gpu_memory_bytes=80 * GIB, disk_free_bytes=1000 * GIB)
+
+
+def test_ranks_and_engines_must_fit_the_card_they_share(tmp_path: Path) -> None:
+    result = run_preflight(card(), TINY, root=tmp_path, machine=ONE_GPU)
+    (check,) = (check for check in result.checks if check.name == "GPU memory")
+    assert "1 x 20.0 GiB engines (rollout.gpu_memory_share 0.25" in check.detail
+    # 16 bytes for each of 4e9 fp32 parameters are 59.6 GiB of masters, gradients and moments
+    (line,) = shortfalls(card("rollout.gpu_memory_share=0.5"), tmp_path, facts=QWEN_4B, machine=ONE_GPU)
+    assert "- GPU memory:" in line
+    assert "1 x 40.0 GiB engines (rollout.gpu_memory_share 0.5" in line
+    assert "rollout.sleep_while_training=true" in line
+
+
+def test_a_sleeping_engine_makes_room_for_training_but_not_for_rollouts(tmp_path: Path) -> None:
+    awake = ("trainer.pack_length=12288", "trainer.micro_batch_packs=1")
+    machine = replace(ONE_GPU, gpu_memory_bytes=141 * GIB, memory_available_bytes=64 * GIB)
+    assert "- GPU memory" in shortfalls(card(*awake), tmp_path, facts=QWEN_4B, machine=machine)[0]
+    asleep = ("rollout.sleep_while_training=true", *awake)
+    assert run_preflight(card(*asleep), QWEN_4B, root=tmp_path, machine=machine)
+    lines = shortfalls(card("rollout.gpu_memory_share=0.9", *asleep), tmp_path, facts=QWEN_4B, machine=machine)
+    assert "- GPU memory" in lines[0], "while it is awake its share and the idle rank must still fit"
+
+
+def test_a_share_that_leaves_no_cache(tmp_path: Path) -> None:
+    machine = replace(ONE_GPU, gpu_memory_bytes=24 * GIB)
+    config = card("rollout.gpu_memory_share=0.1")
+    (line,) = shortfalls(config, tmp_path, machine=replace(machine, gpu_memory_bytes=20 * GIB))
+    assert "the cache must hold one sample" in line
+    assert "raise rollout.gpu_memory_share" in line
+
+
+def test_a_card_of_unknown_size_is_not_judged(tmp_path: Path) -> None:
+    result = run_preflight(card(), QWEN_4B, root=tmp_path, machine=replace(ONE_GPU, gpu_memory_bytes=None))
+    (check,) = (check for check in result.checks if check.name == "GPU memory")
+    assert (check.ok, "not judged" in check.detail) == (True, True)
+
+
 def test_memory_and_disk_shortfalls_of_a_large_model_come_together(tmp_path: Path) -> None:
     lines = shortfalls(embedded("rollout.kv_cache_mib=1024"), tmp_path, facts=QWEN_4B)
     assert [line.split(":")[0].strip() for line in lines] == ["- memory", "- disk"]

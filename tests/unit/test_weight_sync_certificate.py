@@ -121,6 +121,12 @@ class FakeEngines:
     def pause(self) -> None:
         self.journal.calls.append("pause")
 
+    def sleep(self) -> None:
+        self.journal.calls.append("sleep")
+
+    def wake(self) -> None:
+        self.journal.calls.append("wake")
+
     def commit_weights(self, policy_version: int) -> tuple[WeightReceipt, ...]:
         self.journal.calls.append("commit")
         self.version = policy_version
@@ -221,6 +227,32 @@ def test_a_failed_transfer_leaves_engines_paused(parts: Parts) -> None:
     with pytest.raises(RankFailure):
         sync.push(5)
     assert parts.journal.calls == ["pause", "push 5"]
+
+
+def test_sleeping_engines_wake_to_a_push_and_serve_once_it_is_certified(parts: Parts) -> None:
+    sync = parts.sync()
+    sync.connect()
+    sync.push(5)
+    parts.journal.calls.clear()
+    sync.release()
+    sync.release()
+    assert parts.journal.calls == ["pause", "sleep"], "a second release changes nothing"
+    assert sync.push(6).ok
+    assert parts.journal.calls == ["pause", "sleep", "wake", "push 6", "commit", "resume"]
+
+
+def test_engines_that_woke_to_a_bad_transfer_stay_closed_and_awake(parts: Parts) -> None:
+    """trl 5312: weights that got lost in sleep must not be sampled from, whatever the push brought."""
+    sync = parts.sync()
+    sync.connect()
+    sync.release()
+    parts.engines.receipt = replace(RECEIPT, unloaded=("norm",))
+    parts.journal.calls.clear()
+    assert not sync.push(5).ok
+    assert parts.journal.calls == ["wake", "push 5", "commit"]
+    parts.engines.receipt = RECEIPT
+    assert sync.push(6).ok
+    assert parts.journal.calls.count("wake") == 1
 
 
 def test_connecting_twice_is_an_error(parts: Parts) -> None:
