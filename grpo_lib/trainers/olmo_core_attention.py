@@ -152,9 +152,7 @@ class VarlenAttention(_WithinDocuments):
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_doc_lens: torch.Tensor, max_doc_len: int
     ) -> torch.Tensor:
-        attended = self._kernel(
-            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_doc_lens, max_doc_len, self.scale
-        )
+        attended = self._kernel(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_doc_lens, max_doc_len, self.scale)
         return attended.view(q.shape)
 
 

@@ -91,7 +91,9 @@ class RowKernels(Protocol):
         """
         ...
 
-    def gradient_of_probs(self, probs: torch.Tensor, labels: torch.Tensor, logprobs: torch.Tensor, scale: torch.Tensor) -> None:
+    def gradient_of_probs(
+        self, probs: torch.Tensor, labels: torch.Tensor, logprobs: torch.Tensor, scale: torch.Tensor
+    ) -> None:
         """Turn probabilities [n, V] into scale · (one-hot(label) - probability), in place; scale is [n] float32."""
         ...
 
@@ -119,7 +121,9 @@ class TorchRows:
         entropy = -torch.where(weights > 0, weights * log_softmax, 0).sum(-1)
         return log_softmax.gather(-1, labels[:, None])[:, 0], normalisers, entropy
 
-    def gradient_of_probs(self, probs: torch.Tensor, labels: torch.Tensor, logprobs: torch.Tensor, scale: torch.Tensor) -> None:
+    def gradient_of_probs(
+        self, probs: torch.Tensor, labels: torch.Tensor, logprobs: torch.Tensor, scale: torch.Tensor
+    ) -> None:
         gradient = probs.float() * -scale[:, None]
         # From the log-probability: a stored probability near 1 leaves nothing of 1 - p.
         gradient.scatter_(-1, labels[:, None], (scale * -torch.expm1(logprobs))[:, None])

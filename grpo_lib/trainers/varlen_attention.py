@@ -19,7 +19,13 @@ class DocumentKernel(Protocol):
     """Causal attention within documents of one row."""
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_lens: torch.Tensor, max_len: int, scale: float | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_lens: torch.Tensor,
+        max_len: int,
+        scale: float | None,
     ) -> torch.Tensor:
         """q [N, heads, head_dim], k and v [N, kv heads, head_dim] → [N, heads, head_dim].
 
@@ -46,9 +52,7 @@ def _flash_attn() -> DocumentKernel:
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_lens: torch.Tensor, max_len: int, scale: float | None
     ) -> torch.Tensor:
-        return flash_attn_varlen_func(
-            q, k, v, cu_lens, cu_lens, max_len, max_len, softmax_scale=scale, causal=True
-        )
+        return flash_attn_varlen_func(q, k, v, cu_lens, cu_lens, max_len, max_len, softmax_scale=scale, causal=True)
 
     return attend
 
