@@ -8,7 +8,7 @@ them do not fit on it together. A fixed matrix product is timed before and after
 down is seen as such. A case that fails is a row that says how.
 
 Nothing of Ray or vLLM is needed. FLOP of a step: 6 for each weight of the blocks and token, 6 for each weight of the
-head and label, and 12 · layers · heads · head_dim · sum(length²) / 2 for causal attention. Recomputation does not count.
+head and label, and 12 · layers · heads · head_dim · sum(length²) / 2 for causal attention. Recomputing does not count.
 `value` is the mean log-probability of the labels after the same number of steps, and so about equal for all cases.
 """
 
@@ -345,12 +345,13 @@ def step_flop(config: Mapping[str, Any], num_documents: int) -> float:
 def product_tflops(torch: Any) -> float:
     """Of a large bfloat16 product: what the card gives at this moment."""
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    b = torch.empty_like(a)
     for _ in range(3):
-        a @ a
+        torch.mm(a, a, out=b)
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(10):
-        a @ a
+        torch.mm(a, a, out=b)
     torch.cuda.synchronize()
     return 10 * 2 * 8192**3 / (time.perf_counter() - start) / 1e12
 

@@ -278,8 +278,12 @@ class PackedBatch:
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same batch on another device."""
-        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
+        """The same batch on another device; on a GPU without waiting for the work queued there."""
+        if str(device).startswith("cuda"):
+            moved = {name: t.pin_memory().to(device, non_blocking=True) for name, t in self.tensors().items()}
+        else:
+            moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return replace(self, **moved)
 
     def with_logprobs(self, *, old: torch.Tensor | None = None, ref: torch.Tensor | None = None) -> PackedBatch:
         """The same batch with proximal and/or reference log-probabilities attached."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,10 +81,34 @@ def _masked_sum(token_loss: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _token_means(mask: torch.Tensor, values: dict[str, torch.Tensor]) -> StepMetrics:
-    """Means over trained tokens, mergeable by their counts; one copy to the host."""
+    """Means over trained tokens, mergeable by their counts."""
     rows = [torch.where(mask, value, 0).sum(dtype=torch.float64) for value in values.values()]
-    *totals, weight = torch.stack([*rows, mask.sum(dtype=torch.float64)]).tolist()
-    return StepMetrics(stats={name: Stat.mean(total, weight) for name, total in zip(values, totals, strict=True)})
+    return StepMetrics(stats=_LaterMeans(tuple(values), torch.stack([*rows, mask.sum(dtype=torch.float64)])))
+
+
+class _LaterMeans(Mapping[str, Stat]):
+    """Means whose sums are copied to the host when the first of them is read: a GPU's backward pass is queued by then.
+
+    Args:
+        sums: [names + 1] float64; the last is the number of tokens.
+    """
+
+    def __init__(self, names: tuple[str, ...], sums: torch.Tensor) -> None:
+        self._names, self._sums = names, sums
+
+    @cached_property
+    def _stats(self) -> dict[str, Stat]:
+        *totals, weight = self._sums.tolist()
+        return {name: Stat.mean(total, weight) for name, total in zip(self._names, totals, strict=True)}
+
+    def __getitem__(self, name: str) -> Stat:
+        return self._stats[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _positive(loss_denominator: float) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -36,27 +38,50 @@ def micro_batch_objective(
     Raises:
         NonFiniteLogprobs: a trained token has a NaN or infinite log-probability, from whichever policy.
     """
+    value, finish = deferred_objective(
+        logprobs, entropy, batch, loss, loss_denominator=loss_denominator, correction_cap=correction_cap
+    )
+    return value, finish()
+
+
+def deferred_objective(
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    batch: PackedBatch,
+    loss: PolicyLoss,
+    *,
+    loss_denominator: float,
+    correction_cap: float,
+) -> tuple[torch.Tensor, Callable[[], StepMetrics]]:
+    """`micro_batch_objective` of a batch on CPU, whose metrics and check wait until they are asked for.
+
+    Log-probabilities and entropies may be on a GPU. The host waits for them in the second result only, so that the
+    backward pass can be queued before.
+    """
     assert logprobs.shape == batch.response_mask.shape, (logprobs.shape, batch.response_mask.shape)
     assert logprobs.dtype in (torch.float32, torch.float64), logprobs.dtype
-    tokens = _trained_tokens(logprobs, entropy, batch)
-    _check_finite(tokens, batch)
-    value, loss_metrics = loss(logprobs, batch, loss_denominator)
-    entropies = tokens["entropy"]
-    own = {"policy/entropy": Stat.mean(entropies.sum(dtype=np.float64), entropies.size)}
-    mismatch = token_mismatch(tokens["policy"], tokens["rollout"], cap=correction_cap, old_n=tokens.get("old"))
-    return value, StepMetrics.merged([loss_metrics, mismatch, StepMetrics(stats=own)])
+    value, loss_metrics = loss(logprobs, batch.to(logprobs.device), loss_denominator)
+    scored = torch.stack([logprobs.detach(), entropy.detach().to(logprobs.dtype)])
+
+    def finish() -> StepMetrics:
+        tokens = _trained_tokens(scored.cpu(), batch)
+        _check_finite(tokens, batch)
+        entropies = tokens["entropy"]
+        own = {"policy/entropy": Stat.mean(entropies.sum(dtype=np.float64), entropies.size)}
+        mismatch = token_mismatch(tokens["policy"], tokens["rollout"], cap=correction_cap, old_n=tokens.get("old"))
+        return StepMetrics.merged([loss_metrics, mismatch, StepMetrics(stats=own)])
+
+    return value, finish
 
 
-@torch.no_grad()
-def _trained_tokens(logprobs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> dict[str, np.ndarray]:
-    """Name → [n] values at the trained positions, row by row; one copy to the host for all of them."""
-    fields = {"policy": logprobs, "rollout": batch.rollout_logprobs, "entropy": entropy}
+def _trained_tokens(scored: torch.Tensor, batch: PackedBatch) -> dict[str, np.ndarray]:
+    """Name → [n] values at the trained positions, row by row; `scored` are log-probabilities and entropies."""
+    fields = {"policy": scored[0], "rollout": batch.rollout_logprobs, "entropy": scored[1]}
     if batch.old_logprobs is not None:
         fields["old"] = batch.old_logprobs
     if batch.ref_logprobs is not None:
         fields["reference"] = batch.ref_logprobs
-    stacked = torch.stack([values.to(logprobs.dtype) for values in fields.values()])
-    return dict(zip(fields, stacked[:, batch.response_mask].cpu().numpy(), strict=True))
+    return {name: values.to(scored.dtype)[batch.response_mask].numpy() for name, values in fields.items()}
 
 
 def _check_finite(tokens: dict[str, np.ndarray], batch: PackedBatch) -> None:

@@ -31,7 +31,7 @@ class Settings:
     @staticmethod
     def of(group: Mapping[str, Any], *, step: int) -> Settings:
         """From a parameter group of PyTorch's AdamW; `step` counts from 1."""
-        assert not group["amsgrad"] and not group["maximize"], "not used here"
+        assert not any(group[option] for option in ("amsgrad", "maximize")), "not used here"
         beta1, beta2 = group["betas"]
         return Settings(
             lr=float(group["lr"]),
@@ -69,14 +69,16 @@ def update(
     """
     tensors = (weight, gradient, exp_avg, exp_avg_sq)
     assert all(t.dtype is torch.float32 and t.is_contiguous() and t.shape == weight.shape for t in tensors)
-    assert norm.dtype is torch.float32 and change.shape == (2, _SLOTS)
+    assert norm.dtype is torch.float32, norm.dtype
+    assert change.shape == (2, _SLOTS), change.shape
     num_elements = weight.numel()
     if num_elements:
         _update[(triton.cdiv(num_elements, _ELEMENTS),)](
             weight, gradient, exp_avg, exp_avg_sq, norm, change, num_elements, max_norm, settings.lr,
             1 - settings.lr * settings.weight_decay, settings.beta1, 1 - settings.beta1, settings.beta2,
             1 - settings.beta2, settings.eps, settings.correction1, settings.root_correction2,
-            ELEMENTS=_ELEMENTS, SLOTS=_SLOTS, num_warps=_WARPS,
+            ELEMENTS=_ELEMENTS, SLOTS=_SLOTS,
+            num_warps=_WARPS,  # pyright: ignore[reportCallIssue] an argument of the launch
         )  # fmt: skip
 
 

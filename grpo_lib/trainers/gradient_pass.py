@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from grpo_lib.algo.objective import micro_batch_objective
+from grpo_lib.algo.objective import deferred_objective
 from grpo_lib.errors import NonFiniteLogprobs
 from grpo_lib.interfaces import PolicyLoss
 from grpo_lib.trainers.rank_group import failures_of_ranks
@@ -34,23 +34,27 @@ def accumulate_gradients(
     Raises:
         NonFiniteLogprobs: on every rank when any rank has one; gradients are dropped.
     """
-    parts, failure = [], None
+    finishers = []
     for index, batch in enumerate(micro_batches):
         logprobs, entropy = forward(batch)
-        try:
-            value, metrics = micro_batch_objective(
-                logprobs,
-                entropy,
-                batch.to(device),
-                loss,
-                loss_denominator=loss_denominator,
-                correction_cap=correction_cap,
-            )
-            parts.append(metrics)
-        except NonFiniteLogprobs as error:
-            # The other ranks are on their way into this backward pass: join it, then fail together.
-            failure, value = failure or str(error), logprobs.sum() * 0
+        value, finish = deferred_objective(
+            logprobs,
+            entropy,
+            batch,
+            loss,
+            loss_denominator=loss_denominator,
+            correction_cap=correction_cap,
+        )
         backward(value, index == len(micro_batches) - 1)
+        finishers.append(finish)
+    # Only now does the host look at what the device computed. A rank that found a bad value has joined every backward
+    # pass by then, and all of them fail together.
+    parts, failure = [], None
+    for finish in finishers:
+        try:
+            parts.append(finish())
+        except NonFiniteLogprobs as error:
+            failure = failure or str(error)
     error = failures_of_ranks(failure, device)
     if error is not None:
         drop()

@@ -83,7 +83,7 @@ class DeepSpeedRuntime:
             "data_types": {"grad_accum_dtype": "fp32"},
             "bf16": {"enabled": self._dtype is torch.bfloat16},
             "steps_per_print": None,
-            "zero_allow_untested_optimizer": True,  # it knows optimisers by their exact class, and ours inherits AdamW's
+            "zero_allow_untested_optimizer": True,  # it knows optimisers by exact class, and ours inherits AdamW's
             "zero_optimization": {
                 "stage": self.stage,
                 "overlap_comm": self._device.type == "cuda",

@@ -24,7 +24,8 @@ def softmax_rows(
         _softmax_rows[(num_rows,)](
             logits, labels, logprobs, normalisers, entropy, logits if probs is None else probs,
             logits.stride(0), 0 if probs is None else probs.stride(0), num_words, temperature,
-            KEEP=probs is not None, WORDS=_WORDS, num_warps=_WARPS,
+            KEEP=probs is not None, WORDS=_WORDS,
+            num_warps=_WARPS,  # pyright: ignore[reportCallIssue] an argument of the launch
         )  # fmt: skip
     return logprobs, normalisers, entropy
 
@@ -64,7 +65,8 @@ def _gradient(
         _gradient_rows[(num_rows, triton.cdiv(num_words, _WORDS))](
             source, labels, logprobs, normalisers, scale.contiguous(), out,
             source.stride(0), out.stride(0), num_words, temperature,
-            IS_PROBS=is_probs, WORDS=_WORDS, num_warps=_WARPS,
+            IS_PROBS=is_probs, WORDS=_WORDS,
+            num_warps=_WARPS,  # pyright: ignore[reportCallIssue] an argument of the launch
         )  # fmt: skip
 
 

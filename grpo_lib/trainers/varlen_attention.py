@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -61,7 +61,7 @@ def _torch_varlen() -> DocumentKernel:
     from torch.nn.attention.varlen import varlen_attn
 
     # PyTorch 2.11 takes fewer key heads than query heads as they come, 2.13 wants to be told.
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_lens: torch.Tensor, max_len: int, scale: float | None
