@@ -9,6 +9,7 @@ from grpo_lib.rules import RULES
 RECIPE = "embedded_addition"
 GPU = ["runtime.gpus_per_rank=1", "runtime.gpus_per_engine=1", "weight_sync.backend=nccl"]
 SHARED = ["weight_sync.backend=ipc", "runtime.gpus_per_rank=0.5", "runtime.gpus_per_engine=0.5"]
+BF16_GPU = [*GPU, "model.dtype=bfloat16", "weight_sync.canary_tolerance=0.1", "parity.max_abs=0.1"]
 SHOTS = ["data.num_shots=3", "data.template=raw", "rollout.stop_at=line"]
 FILES = ["data.source=parquet", "data.train_path=a.parquet", "data.heldout_path=b.parquet"]
 
@@ -65,6 +66,46 @@ CASES = [
             ["trainer.zero_stage=2"],
         )
         for stage in (0, 1)
+    ),
+    (
+        "activations_are_spared_in_one_way",
+        [
+            *BF16_GPU,
+            "trainer.compile=true",
+            "trainer.activation_checkpointing=true",
+            "trainer.activation_memory_budget=0.5",
+        ],
+        ["trainer.activation_checkpointing (true)", "trainer.activation_memory_budget (0.5)"],
+        ["trainer.activation_checkpointing=false"],
+    ),
+    *(
+        (
+            "activation_budget_has_a_compiler",
+            [*BF16_GPU, "trainer.activation_memory_budget=0.5", *breaking],
+            ["trainer.activation_memory_budget (0.5)", *parts],
+            mending,
+        )
+        for breaking, parts, mending in (
+            ([], ["trainer.compile (false)"], ["trainer.compile=true"]),
+            (
+                ["trainer.compile=true", "trainer.backend=hf_deepspeed"],
+                ["trainer.backend (hf_deepspeed)"],
+                ["trainer.backend=olmo_core"],
+            ),
+        )
+    ),
+    ("compiled_blocks_have_a_kernel", ["trainer.compile=true"], ["runtime.gpus_per_rank (0)"], None),
+    (
+        "compiled_blocks_have_a_kernel",
+        [*GPU, "trainer.compile=true"],
+        ["model.dtype (float32)", "trainer.compile (true)"],
+        ["trainer.compile=false"],
+    ),
+    (
+        "compiled_layers_are_whole",
+        [*BF16_GPU, "trainer.compile=true", "trainer.backend=hf_deepspeed", "trainer.zero_stage=3"],
+        ["trainer.zero_stage (3)", "trainer.compile (true)"],
+        ["trainer.zero_stage=2"],
     ),
     (
         "dr_grpo_keeps_the_spread",
