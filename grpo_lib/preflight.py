@@ -253,9 +253,12 @@ def _gpu_memory(config: RunConfig, facts: ModelFacts, derived: Derived, machine:
 
 def _memory(config: RunConfig, derived: Derived, machine: Machine) -> PreflightCheck:
     needed, available = derived.host_memory_bytes, machine.memory_available_bytes
+    rank, engine = derived.rank_memory, derived.engine_memory
+    on_gpu = derived.gpus > 0
     detail = (
-        f"{gib(needed)} needed ({config.trainer.num_ranks} x {gib(derived.rank_memory.total)} ranks, "
-        f"{config.rollout.num_engines} x {gib(derived.engine_memory.total)} engines, the rest Ray and the driver), "
+        f"{gib(needed)} needed ({config.trainer.num_ranks} x {gib(rank.process if on_gpu else rank.total)} ranks, "
+        f"{config.rollout.num_engines} x {gib(engine.process if on_gpu else engine.total)} engines, the rest Ray and "
+        f"the driver{', and sleeping weights' if config.rollout.sleep_while_training else ''}), "
         f"{gib(available)} available"
     )
     if needed > available:

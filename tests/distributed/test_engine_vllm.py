@@ -306,8 +306,10 @@ def test_states_refuse_what_would_mix_weights(stack: Stack) -> None:
         return stack.one(0, "attempt", method, *args)
 
     some = [request("r", PROMPTS[0], seed=0)]
-    assert "engine 0 is running; start_weight_update is legal only while paused" in attempt("start_weight_update")
-    assert "legal only while paused" in attempt("load_weights", stack.folder, 1)
+    assert "engine 0 is running; start_weight_update is legal only while awake or paused" in attempt(
+        "start_weight_update"
+    )
+    assert "legal only while awake or paused" in attempt("load_weights", stack.folder, 1)
     assert "legal only while paused" in attempt("resume")
     assert "legal only while updating" in attempt("update_weights", {"update_info": {}})
     stack.one(0, "pause")

@@ -97,7 +97,7 @@ def test_order_of_a_run() -> None:
 
 def test_engines_sleep_only_while_weights_change() -> None:
     """A step without signal trains nothing and pushes nothing, and engines that slept would not be woken."""
-    sleeping = {"rollout": {"sleep_while_training": True}}
+    sleeping: dict[str, dict[str, object]] = {"rollout": {"sleep_while_training": True}}
     run = Run(sections=sleeping)
     run.fit()
     step = ["release", "forward_backward", "optim_step"]
