@@ -101,7 +101,7 @@ def _convert(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
             raise DataError(f"{gguf} does not begin with GGUF: it is another format, or damaged")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **_dense_weights()
         )
     except (OSError, ValueError, KeyError, RuntimeError, IndexError, struct.error) as error:

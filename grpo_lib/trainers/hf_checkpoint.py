@@ -182,7 +182,7 @@ def _writing(path: Path) -> Iterator[None]:
             raise StorageError(no_room(path, str(error), setting=_SETTING)) from error
 
 
-def _plan_files(entries: Sequence[WeightEntry], file_bytes: int = _FILE_BYTES) -> dict[str, str]:
+def _plan_files(entries: Sequence[WeightEntry], file_bytes: int) -> dict[str, str]:
     """Tensor name → file name; consecutive tensors share a file of at most `file_bytes`, or of one tensor."""
     files: list[list[str]] = []
     room = 0

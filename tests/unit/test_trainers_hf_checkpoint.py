@@ -105,10 +105,10 @@ def test_a_wrong_tensor_is_named(tmp_path: Path, change: dict[str, torch.Tensor 
         HfFolder(make_folder(tmp_path, model=content)).check_tensors(SHAPES)
 
 
-def write(path: Path, source: Path, content: dict[str, torch.Tensor], dtype: str = "float32") -> None:
+def write(path: Path, source: Path, content: dict[str, torch.Tensor], dtype: str = "float32", **options: int) -> None:
     entries = tuple(WeightEntry(name=name, dtype=dtype, shape=tuple(t.shape)) for name, t in content.items())
     manifest = WeightManifest(entries=entries)
-    writer = HfFolderWriter(path, source=source, manifest=manifest, dtype=dtype)
+    writer = HfFolderWriter(path, source=source, manifest=manifest, dtype=dtype, **options)
     for name, tensor in content.items():
         writer.add(name, tensor)
     writer.close(manifest)
@@ -126,10 +126,9 @@ def test_a_written_folder_reads_back_with_its_companions(tmp_path: Path) -> None
     assert not (tmp_path / "out" / "README.md").exists()
 
 
-def test_large_models_are_split_over_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_checkpoint._plan_files, "__defaults__", (64,))
+def test_large_models_are_split_over_files_with_an_index(tmp_path: Path) -> None:
     content = {name: torch.full((8,), float(index)) for index, name in enumerate("abcde")}  # 32 bytes each
-    write(tmp_path / "out", make_folder(tmp_path / "source", model=tensors()), content)
+    write(tmp_path / "out", make_folder(tmp_path / "source", model=tensors()), content, file_bytes=64)
     files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
     assert files == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     assert load_file(tmp_path / "out" / files[1]).keys() == {"c", "d"}
