@@ -201,7 +201,8 @@ def rank_memory(config: RunConfig, facts: ModelFacts) -> RankMemory:
     if trainer.activation_checkpointing:
         activations = per_layer + facts.num_layers * 2 * tokens * facts.hidden_size
     else:
-        activations = facts.num_layers * per_layer
+        activations = math.ceil(trainer.activation_memory_budget * facts.num_layers * per_layer)
+    kept_logits = 0 if trainer.logprob_recompute else _DTYPE_BYTES[config.model.dtype] * tokens
     embedding = facts.vocab_size * facts.hidden_size
     layer = math.ceil((facts.num_parameters - embedding) / facts.num_layers)
     in_forward = 4 * (embedding + layer) if _gathers_in_forward(config) else 0
@@ -213,7 +214,7 @@ def rank_memory(config: RunConfig, facts: ModelFacts) -> RankMemory:
         optimizer=8 * (facts.num_parameters if _is_replicated(config) else _shard(config, facts)),
         gathered=max(in_forward, min(trainer.bucket_mib * MIB, 4 * facts.num_parameters)),
         activations=activations * _DTYPE_BYTES[config.model.dtype] // 2,
-        logits=3 * 4 * min(trainer.logprob_chunk_tokens, tokens) * facts.vocab_size,
+        logits=(3 * 4 * min(trainer.logprob_chunk_tokens, tokens) + kept_logits) * facts.vocab_size,
         context=_GPU_CONTEXT_BYTES if on_gpu else 0,
     )
 
