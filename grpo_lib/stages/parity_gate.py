@@ -12,6 +12,7 @@ from grpo_lib.parity.free_running import FreeRunning
 from grpo_lib.parity.replay import ReplayStep
 from grpo_lib.stages import frozen_rollouts, parity_history, parity_probe, parity_replay
 from grpo_lib.stages.frozen_rollouts import FrozenRollouts
+from grpo_lib.stages.live import live_trainer
 from grpo_lib.stages.parity_probe import ScorerMeasurement
 from grpo_lib.stages.parity_replay import FreeMeasurement
 from grpo_lib.stages.run_paths import RunPaths, clear
@@ -62,13 +63,12 @@ def measure(config: RunConfig, paths: RunPaths, frozen: FrozenRollouts, *, train
     run = frozen.open(config)
     folder = paths.replay / trainer
     clear(folder)
-    return TrainerMeasurement(
-        trainer=trainer,
-        digest=frozen_rollouts.rollouts_digest(run, steps=frozen.steps),
-        score=parity_probe.measure(run, scorer=trainer, folder=paths.store),
-        free=parity_replay.measure(run, trainer=trainer, folder=folder),
-        seconds=time.perf_counter() - started,
-    )
+    digest = frozen_rollouts.rollouts_digest(run, steps=frozen.steps)
+    with live_trainer(parity_replay.with_backend(config, trainer), model_path=run.model_path) as (live, _):
+        free = parity_replay.measure_live(run, live, folder=folder)
+        score = parity_probe.measure_live(run, live, folder=paths.store)
+    seconds = time.perf_counter() - started
+    return TrainerMeasurement(trainer=trainer, digest=digest, score=score, free=free, seconds=seconds)
 
 
 def join(

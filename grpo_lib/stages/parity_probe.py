@@ -11,16 +11,19 @@ backend loads the exported folder as if it were a base model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
 from grpo_lib.config import RunConfig
 from grpo_lib.errors import DataError
 from grpo_lib.parity.probe import ENGINE_SCORE, Scorer, StoredLogprobs, probe
 from grpo_lib.parity.report import probe_report, to_dict
+from grpo_lib.ray_runtime.trainer_group import RayTrainerGroup
 from grpo_lib.stages.live import live_engines, live_trainer
 from grpo_lib.stages.parity_replay import with_backend
 from grpo_lib.stages.scorers import ScoredBefore, ScoredBySequence, ScoredByTrainer
@@ -90,6 +93,18 @@ def measure(run: StoredRun, *, scorer: str, folder: Path) -> ScorerMeasurement:
         changed = with_backend(config, scorer)
         with live_trainer(changed, model_path=export) as (trainer, _):
             scores = ScoredByTrainer(name=scorer, trainer=trainer, config=changed.trainer).score(groups)
+    return _stored(scorer, scores, folder)
+
+
+def measure_live(run: StoredRun, trainer: RayTrainerGroup, *, folder: Path) -> ScorerMeasurement:
+    """`measure` with a running trainer, whose weights become the exported ones."""
+    trainer.load_hf_weights(run.paths.export)
+    config = with_backend(run.config, trainer.name)
+    scorer = ScoredByTrainer(name=trainer.name, trainer=trainer, config=config.trainer)
+    return _stored(trainer.name, scorer.score(run.probe_rollouts().groups), folder)
+
+
+def _stored(scorer: str, scores: Mapping[str, np.ndarray], folder: Path) -> ScorerMeasurement:
     return ScorerMeasurement(
         scorer=scorer, scores=write_scores(LocalStore(folder), scores).to_dict(), store=str(folder)
     )
