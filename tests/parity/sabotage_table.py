@@ -60,16 +60,27 @@ def row(case: Case | EngineCase, outcome: Outcome) -> Sequence[str]:
 def _short(check: str) -> str:
     """Without the pair that was compared: several pairs fail alike."""
     name = re.sub(r"^(lockstep|[\w ]+ vs [\w ]+): ", "", check)
-    return re.sub(r", [\w ]+( vs [\w ]+| \([ab]\))$", "", name).replace("|", "\\|")
+    return re.sub(r", [\w ]+( vs [\w ]+| \([ab]\)| on stored tokens)$", "", name).replace("|", "\\|")
+
+
+def merged(found: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Neighbours that differ in where the mistake was made only, as one row."""
+    result: list[Sequence[str]] = []
+    for name, made_in, *rest in found:
+        if result and (result[-1][0], *result[-1][2:]) == (name, *rest):
+            result[-1] = (name, f"{result[-1][1]}; {made_in}", *rest)
+        else:
+            result.append((name, made_in, *rest))
+    return result
 
 
 def main() -> None:
     write = sys.stdout.write
-    write(f"| {' | '.join(_HEADER)} |\n|{'---|' * len(_HEADER)}\n")
     with TemporaryDirectory() as folder:
-        for columns in rows(Path(folder)):
-            write(f"| {' | '.join(columns)} |\n")
-            sys.stdout.flush()
+        table = merged(list(rows(Path(folder))))
+    write(f"| {' | '.join(_HEADER)} |\n|{'---|' * len(_HEADER)}\n")
+    for columns in table:
+        write(f"| {' | '.join(columns)} |\n")
 
 
 if __name__ == "__main__":
