@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_lib.config import RunConfig
@@ -13,10 +13,11 @@ from grpo_lib.parity.replay import ReplayStep
 from grpo_lib.stages import frozen_rollouts, parity_history, parity_probe, parity_replay
 from grpo_lib.stages.frozen_rollouts import FrozenRollouts
 from grpo_lib.stages.live import live_trainer
+from grpo_lib.stages.parity_begin import ParitySetup
 from grpo_lib.stages.parity_probe import ScorerMeasurement
 from grpo_lib.stages.parity_replay import FreeMeasurement
 from grpo_lib.stages.run_paths import RunPaths, clear
-from grpo_lib.stages.stored_run import write_parity
+from grpo_lib.stages.stored_run import open_run, write_parity
 from grpo_lib.types import ParityVerdict
 
 
@@ -126,6 +127,19 @@ def report(
     parity["tables"]["drift"] = night.drift
     write_parity(paths, parity)
     return GateReport(parity=parity, drift_lines=night.lines, seconds=seconds)
+
+
+def compare(config: RunConfig, setup: ParitySetup) -> dict[str, Any] | None:
+    """The report on the finished runs that were named, under the tolerances of `config`; None where none was."""
+    if not setup.runs_a:
+        return None
+    from grpo_lib.stages import parity_compare
+
+    side_a, side_b = (
+        [replace(run, config=run.config.model_copy(update={"parity": config.parity})) for run in map(open_run, folders)]
+        for folders in (setup.runs_a, setup.runs_b)
+    )
+    return parity_compare.run(side_a, side_b)
 
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

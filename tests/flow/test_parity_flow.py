@@ -190,6 +190,15 @@ def test_rollouts_of_a_finished_run_are_taken_without_a_start(night: FlowRun, da
     assert not paths.run.exists()
 
 
+def test_finished_runs_are_compared_where_they_are_named(data: Any) -> None:
+    assert data.comparison is None, "nobody named any"
+    folder = str(data.paths.run)
+    report = parity_gate.compare(data.config, replace(data.setup, runs_a=(folder,), runs_b=(folder,)))
+    assert report is not None
+    assert report["verdict"] != "PASS", "one run, compared with itself, proves nothing"
+    assert report["tables"]["outcomes"]
+
+
 def test_a_sabotaged_record_ends_the_run_with_an_error_and_the_report_stored(night: FlowRun, data: Any) -> None:
     """The index now says of two steps that each was trained on the other's rollouts."""
     index, stored = data.paths.rollout_index, data.paths.parity
