@@ -149,6 +149,12 @@ def largest_apart(scores: Scores, batches: Sequence[PackedBatch], reference: Ref
     return rms_and_max(scores, right, list(right))[1]
 
 
+def usual_apart(scores: Scores, batches: Sequence[PackedBatch], reference: Reference) -> float:
+    """Median difference of a token from the reference as configured."""
+    right = predict(reference, batches, Fault())
+    return float(np.median(np.concatenate([np.zeros(1), *(np.abs(_apart(scores, right, key)) for key in right)])))
+
+
 def first_apart(
     scores: Scores, batches: Sequence[PackedBatch], reference: Reference, *, tolerance: float
 ) -> Place | None:

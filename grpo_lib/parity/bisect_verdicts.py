@@ -2,7 +2,8 @@
 
 | check | value | tolerance | evidence it needs |
 |---|---|---|---|
-| log-probabilities | largest difference from a plain forward, nats | `parity.max_abs` | 1 token |
+| log-probabilities, trainer | largest difference from a plain forward, nats | `parity.replay_max_abs` | 1 token |
+| log-probabilities, engine | likewise, as stored; over the drift of replayed weights | `parity.max_abs` | 1 token |
 | gradient | relative L2 distance from a plain model's (if scores are right) | `parity.replay_relative` | 1 step |
 | update | relative L2 distance from AdamW on the trainer's own gradient | 0.001 | 1 step |
 | causes | findings, those from the run's records included | 0 | 1 step or record |
@@ -60,13 +61,15 @@ def bisect_report(judged: Sequence[JudgedStep], records: Diagnosis, config: Pari
 
 def _checks_of(name: str, steps: Sequence[JudgedStep], config: ParityConfig) -> list[ParityCheck]:
     tokens = sum(step.num_tokens for step in steps)
+    worst = max(steps, key=lambda step: _badness(step.logprob_max_abs / step.tolerance))
     checks = [
-        _worst(
+        check(
             f"{name}: max |dlogprob| from a plain forward",
-            steps,
-            lambda step: step.logprob_max_abs,
-            config.max_abs,
-            observed=tokens,
+            worst.logprob_max_abs,
+            worst.tolerance,
+            num_observations=tokens,
+            needed=1,
+            evidence=_at(worst),
         )
     ]
     trained = [step for step in steps if not math.isnan(step.update_relative)]
@@ -102,12 +105,13 @@ def _worst(
     *,
     observed: int,
 ) -> ParityCheck:
-    worst = max(steps, key=lambda step: math.inf if math.isnan(value(step)) else value(step))
-    return check(
-        name,
-        value(worst),
-        tolerance,
-        num_observations=observed,
-        needed=1,
-        evidence=f"step {worst.step}, from version {worst.version}",
-    )
+    worst = max(steps, key=lambda step: _badness(value(step)))
+    return check(name, value(worst), tolerance, num_observations=observed, needed=1, evidence=_at(worst))
+
+
+def _at(step: JudgedStep) -> str:
+    return f"step {step.step}, from version {step.version}"
+
+
+def _badness(value: float) -> float:
+    return math.inf if math.isnan(value) else value

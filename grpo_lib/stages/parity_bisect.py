@@ -151,9 +151,11 @@ def _stored_scores(run: StoredRun, batch: ReplayBatch, version: int) -> StoredSc
             "the engine on a run with loop.max_staleness 0"
         )
     plan = scoring_plan(documents, run.config.trainer, num_ranks=run.config.trainer.num_ranks)
+    recorded = {row["step"]: row.get("mismatch/abs_max") for row in _metrics(run)}.get(batch.step)
     return StoredScores(
         scores={key: scores[key] for key in documents},
         batches=tuple(packed for rank in plan.micro_batches for packed in rank),
+        agreed=recorded is not None and recorded <= run.config.parity.max_abs,
     )
 
 
@@ -161,6 +163,11 @@ def _records(run: StoredRun, batches: Sequence[ReplayBatch]) -> Diagnosis:
     """What certificates, seeds and stored advantages say."""
     parts = [bisect_inputs(audit_inputs(batches, run.config))]
     if run.paths.certificates.is_file():
-        metrics = run.metrics() if run.paths.metrics.is_file() else []
-        parts.append(bisect_certificates(run.certificates(), pushed=[row["policy_version"] for row in metrics]))
+        pushed = [row["policy_version"] for row in _metrics(run)]
+        parts.append(bisect_certificates(run.certificates(), pushed=pushed))
     return Diagnosis.merged(parts)
+
+
+def _metrics(run: StoredRun) -> list[dict[str, Any]]:
+    """Rows of the steps that were finished; none of a run that only sampled."""
+    return run.metrics() if run.paths.metrics.is_file() else []

@@ -21,7 +21,7 @@ def scripted_plan(num_documents: int = 12, *, num_ranks: int = 1) -> StepPlan:
     rng = np.random.default_rng(5)
     samples = []
     for index in range(num_documents):
-        length = 7 + index % 3
+        length = int(rng.integers(7, 10))
         mask = np.arange(length) >= 3
         samples.append(
             TrainingSample(
