@@ -18,7 +18,7 @@ from grpo_lib.config import RunConfig
 from grpo_lib.interfaces import ReplayTrainer
 from grpo_lib.parity.bisect import Diagnosis, Reference
 from grpo_lib.parity.bisect_layers import Layers, layer_differences, layer_rows, parting
-from grpo_lib.parity.bisect_scores import Scores, bisect_scores, first_apart, largest_apart
+from grpo_lib.parity.bisect_scores import Scores, bisect_scores, first_apart, largest_apart, usual_apart
 from grpo_lib.parity.bisect_training import (
     TakenStep,
     bisect_gradient,
@@ -134,7 +134,7 @@ def _advance(leader: ReplayTrainer, config: RunConfig, batch: ReplayBatch) -> No
 
 
 def _judge_stored(batch: ReplayBatch, stored: StoredScores, reference: Reference, config: RunConfig) -> JudgedStep:
-    """The weights are replayed, and training amplifies rounding: after twenty steps they can be 1e-4 nats from the run's.
+    """The weights are replayed, and training amplifies rounding: after twenty steps they are 1e-4 nats from the run's.
 
     Where the run itself found engine and trainer equal, a difference that many tokens share is such drift; samples that
     were put in afterwards stand out from it.

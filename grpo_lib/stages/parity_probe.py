@@ -21,9 +21,10 @@ import numpy as np
 
 from grpo_lib.config import RunConfig
 from grpo_lib.errors import DataError
-from grpo_lib.parity.probe import ENGINE_SCORE, Scorer, StoredLogprobs, probe
+from grpo_lib.parity.probe import ENGINE_DECODE, ENGINE_SCORE, StoredLogprobs, probe
 from grpo_lib.parity.report import probe_report, to_dict
 from grpo_lib.ray_runtime.trainer_group import RayTrainerGroup
+from grpo_lib.stages.diagnosis import diagnosed
 from grpo_lib.stages.live import live_engines, live_trainer
 from grpo_lib.stages.parity_replay import with_backend
 from grpo_lib.stages.scorers import ScoredBefore, ScoredBySequence, ScoredByTrainer
@@ -121,14 +122,18 @@ def judge(run: StoredRun, measurements: Sequence[ScorerMeasurement]) -> dict[str
     Returns:
         `parity.report.to_dict` of the report.
     """
-    scorers: list[Scorer] = [StoredLogprobs()]
+    groups, version = run.probe_rollouts().groups, run.policy_version
+    scores = {ENGINE_DECODE: StoredLogprobs().score(groups)}
     for one in measurements:
-        scores = read_scores(LocalStore(Path(one.store)), StoreRef.from_dict(one.scores))
-        scorers.append(ScoredBefore(name=one.scorer, scores=scores))
-    pairs = probe(
-        run.probe_rollouts().groups,
-        scorers,
-        policy_version=run.policy_version,
-        cap=run.config.algorithm.correction_cap,
+        scores[one.scorer] = read_scores(LocalStore(Path(one.store)), StoreRef.from_dict(one.scores))
+    scorers = [ScoredBefore(name=name, scores=values) for name, values in scores.items()]
+    pairs = probe(groups, scorers, policy_version=version, cap=run.config.algorithm.correction_cap)
+    report = diagnosed(
+        probe_report(run.config, pairs=pairs, metrics=None, engine_scores=can_score(run.config)),
+        run.config,
+        groups=groups,
+        scores=scores,
+        models={0: run.model_path, version: run.paths.export},
+        policy_version=version,
     )
-    return to_dict(probe_report(run.config, pairs=pairs, metrics=None, engine_scores=can_score(run.config)))
+    return to_dict(report)
