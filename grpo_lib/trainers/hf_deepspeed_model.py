@@ -15,6 +15,7 @@ from grpo_lib.algo.logprobs import token_logprobs
 from grpo_lib.data.models import SUPPORTED_FAMILIES
 from grpo_lib.errors import DataError
 from grpo_lib.trainers.hf_checkpoint import HfFolder
+from grpo_lib.trainers.hf_deepspeed_attention import DOCUMENT_ATTENTION, DocumentGroups
 from grpo_lib.trainers.labels import IGNORED_LABEL
 
 TIED_HEAD = "lm_head.weight"
@@ -87,9 +88,13 @@ class TokenLogprobModel(nn.Module):
             position_ids: [B, T] int64, restarting at 0 with each document.
             labels: [B, T] int64.
         """
-        # transformers reads document boundaries off the position ids, but only without a mask and without a cache:
-        # given either, documents see each other and nothing says so.
-        output = self.body(input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False)
+        output = self.body(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=None,
+            use_cache=False,
+            documents=DocumentGroups.of(position_ids),  # handed down to the attention of every layer
+        )
         return self.head(output.last_hidden_state, labels)
 
     @contextmanager
@@ -139,10 +144,8 @@ def build_model(
             f"config.json: attention_dropout ({config.attention_dropout}) must be 0 for the hf_deepspeed trainer"
         )
     with no_init_weights(), init_context:
-        lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=DOCUMENT_ATTENTION)
     lm.tie_weights()
-    # PyTorch drops the gradient of an embedding's padding token, which is often the stop token that the policy learns.
-    cast("nn.Embedding", lm.get_input_embeddings()).padding_idx = None
     # PyTorch drops the gradient of an embedding's padding token, but a policy may sample that token and train on it.
     cast("nn.Embedding", lm.get_input_embeddings()).padding_idx = None
     lm.train(activation_checkpointing)  # the families here differ in training mode by nothing else
