@@ -148,10 +148,11 @@ class ParityFlow(FlowSpec):
     @step
     def compare(self):
         """Finished runs against each other, if any were named; outside of the gate's time."""
-        from grpo_lib.stages import parity_gate
+        self.comparison = None
+        if self.setup.runs_a:
+            from grpo_lib.stages import parity_gate
 
-        self.comparison = parity_gate.compare(self.config, self.setup)
-        if self.comparison is not None:
+            self.comparison = parity_gate.compare(self.config, self.setup)
             comparison_card(self.comparison)
         self.next(self.end)
 

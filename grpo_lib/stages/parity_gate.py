@@ -10,7 +10,7 @@ from typing import Any
 from grpo_lib.config import RunConfig
 from grpo_lib.parity.free_running import FreeRunning
 from grpo_lib.parity.replay import ReplayStep
-from grpo_lib.stages import frozen_rollouts, parity_history, parity_probe, parity_replay
+from grpo_lib.stages import frozen_rollouts, parity_compare, parity_history, parity_probe, parity_replay
 from grpo_lib.stages.frozen_rollouts import FrozenRollouts
 from grpo_lib.stages.live import live_trainer
 from grpo_lib.stages.parity_begin import ParitySetup
@@ -129,12 +129,8 @@ def report(
     return GateReport(parity=parity, drift_lines=night.lines, seconds=seconds)
 
 
-def compare(config: RunConfig, setup: ParitySetup) -> dict[str, Any] | None:
-    """The report on the finished runs that were named, under the tolerances of `config`; None where none was."""
-    if not setup.runs_a:
-        return None
-    from grpo_lib.stages import parity_compare
-
+def compare(config: RunConfig, setup: ParitySetup) -> dict[str, Any]:
+    """The report on the finished runs that were named, under the tolerances of `config`."""
     side_a, side_b = (
         [replace(run, config=run.config.model_copy(update={"parity": config.parity})) for run in map(open_run, folders)]
         for folders in (setup.runs_a, setup.runs_b)
