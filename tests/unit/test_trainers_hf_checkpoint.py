@@ -53,7 +53,7 @@ def test_a_tied_head_must_be_the_embedding_matrix(tmp_path: Path) -> None:
     embeddings = torch.arange(6.0).view(3, 2)
     HfFolder(make_folder(tmp_path / "copy", model={"e": embeddings, "h": embeddings.clone()})).check_tied_copy("h", "e")
     apart = HfFolder(make_folder(tmp_path / "apart", model={"e": embeddings, "h": embeddings + 1}))
-    with pytest.raises(DataError, match="'h' differs from 'e', but config.json says tie_word_embeddings"):
+    with pytest.raises(DataError, match=r"'h' differs from 'e', but config\.json says tie_word_embeddings"):
         apart.check_tied_copy("h", "e")
 
 
