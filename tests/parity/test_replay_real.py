@@ -28,6 +28,8 @@ from tests.distributed.gloo_ranks import RankPool
 from tests.parity.embedded_run import CONFIG, MODEL, sampled_steps
 from tests.parity.local_trainers import PooledTrainer
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 20
 TARGET = 1e-5  # every relative distance of lockstep, and the weights at the end of free-running
 # Of a single token. In fp32 either trainer is up to 3e-5 from the float64 value (21,191 tokens), so that 1e-5 between
