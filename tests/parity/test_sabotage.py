@@ -8,16 +8,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from grpo_lib.config import with_overrides
 from grpo_lib.errors import ParityFailure
-from grpo_lib.parity.bisect import Cause, Finding
+from grpo_lib.parity.bisect import Cause, Diagnosis, Finding
+from grpo_lib.parity.bisect_replay import ReplaySide, StoredScores, bisect_replay
+from grpo_lib.parity.bisect_verdicts import bisect_report
+from grpo_lib.parity.probe import StoredLogprobs
+from grpo_lib.parity.replay_inputs import ReplayBatch
 from grpo_lib.parity.report import gate, render, to_dict
+from grpo_lib.stages.replay_files import StateFile
 from grpo_lib.types import PackedBatch, ParityVerdict
 from tests.parity import saboteurs
-from tests.parity.cases import CASES, Case
+from tests.parity.cases import CASES, Case, replaced_rollouts
 from tests.parity.lab import BACKENDS, Lab, Outcome
 from tests.parity.local_trainers import LocalTrainer, build_backend
 from tests.parity.stored_steps import Sampler, draw_step
@@ -165,3 +171,43 @@ def test_bisect_finds_nothing_where_nothing_is_wrong(lab: Lab) -> None:
     for version, batch in enumerate(lab.steps.batches):
         outcome = lab.probe(batch.groups, version=version)
         assert (outcome.report.verdict, outcome.diagnosis.findings) == (ParityVerdict.PASS, ())
+
+
+# -- what the engine stored, in a replay -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agreed", [True, False])
+@pytest.mark.parametrize("foreign", [True, False])
+def test_drift_of_replayed_weights_is_not_the_engines_fault(lab: Lab, agreed: bool, foreign: bool) -> None:
+    """Weights that drifted by rounding put every token a little off; samples put in later stand out from that."""
+    steps = replaced_rollouts(lab, forge_seeds=True) if foreign else lab.steps.batches
+    leader = lab.healthy("olmo_core")
+    leader.restore_state(lab.steps.versions[0])
+
+    def drifted(batch: ReplayBatch, version: int) -> StoredScores:
+        rng = np.random.default_rng(version)
+        scores = {
+            key: values + 1e-5 * rng.standard_t(3, len(values))
+            for key, values in StoredLogprobs().score(batch.groups).items()
+        }
+        return StoredScores(scores=scores, batches=lab.scoring_batches(batch.groups), agreed=agreed)
+
+    judged = bisect_replay(
+        [ReplaySide(trainer=leader, config=lab.config)],
+        steps,
+        scratch=lab.scratch(),
+        read=StateFile,
+        make_reference=lab.reference,
+        read_stored=drifted,
+    )
+    findings = Diagnosis.merged([step.diagnosis for step in judged]).findings
+    verdict = bisect_report(judged, Diagnosis(), lab.config.parity).verdict
+    if not agreed:
+        assert (verdict, findings[0].subject) == (ParityVerdict.FAIL, "engine decode")
+    elif foreign:
+        (finding,) = findings
+        assert (finding.cause, finding.where) == (Cause.FOREIGN_ROLLOUTS, "e0.p2-3/5, e0.p2-11/0")
+        assert [step.step for step in judged][-1] == 2, "the walk ends where something is wrong"
+    else:
+        assert (verdict, findings) == (ParityVerdict.PASS, ())
+        assert [step.name for step in judged] == ["engine decode", "olmo_core"] * 3
