@@ -104,7 +104,7 @@ def measure(run: StoredRun, *, trainer: str, folder: Path, steps: int | None = N
         steps: As for `run`.
 
     Raises:
-        ValueError: the rollouts cannot be split otherwise; the message says what to change.
+        DataError: the rollouts cannot be split otherwise; the message says what to change.
     """
     with live_trainer(with_backend(run.config, trainer), model_path=run.model_path) as (live, _):
         return measure_live(run, live, folder=folder, steps=steps)
