@@ -120,11 +120,11 @@ class ParityFlow(FlowSpec):
         self.next(self.gate)
 
     @users_mistakes
-    @pool("cpu")
+    @pool("gpu")
     @card(type="blank", id="gate")
     @step
     def gate(self):
-        """The verdict, the night's line in the history, and what drifted; stored, not raised."""
+        """The verdict, the causes of a FAIL, the night's line in the history, and what drifted; stored, not raised."""
         from grpo_lib.stages import parity_gate
 
         report = parity_gate.report(

@@ -18,9 +18,9 @@ import torch
 
 from grpo_lib.config import RunConfig, TrainerConfig
 from grpo_lib.data.files import storage_errors
-from grpo_lib.errors import ConfigError, DataError
+from grpo_lib.errors import ConfigError, DataError, GrpoError
 from grpo_lib.interfaces import ReplayTrainer
-from grpo_lib.parity.bisect import Diagnosis
+from grpo_lib.parity.bisect import DIAGNOSIS, Cause, Diagnosis
 from grpo_lib.parity.bisect_records import bisect_certificates, bisect_inputs
 from grpo_lib.parity.bisect_replay import ReplaySide, StoredScores, bisect_replay
 from grpo_lib.parity.bisect_verdicts import bisect_report
@@ -35,6 +35,7 @@ from grpo_lib.stages.replay_files import StateFile
 from grpo_lib.stages.scorers import scoring_plan, stored_documents
 from grpo_lib.stages.stored_run import StoredRun
 from grpo_lib.trainers.hf_reference import HfReference
+from grpo_lib.types import ParityVerdict
 
 ENGINE = "engine"
 TRAINERS: tuple[str, ...] = get_args(TrainerConfig.model_fields["backend"].annotation)
@@ -75,6 +76,52 @@ def run(run: StoredRun, *, a: str, b: str, step: int | None = None) -> dict[str,
     if not judged:
         raise DataError(f"run {run.reference}: step {step} has no trainable token, so nobody scored or trained on it")
     return to_dict(bisect_report(judged, _records(run, batches), run.config.parity))
+
+
+def explained(
+    report: Mapping[str, Any], run_: StoredRun, *, trainers: Sequence[str], bisect: Callable[..., dict[str, Any]] = run
+) -> dict[str, Any]:
+    """A replay's report with the causes that bisect finds, if it FAILs; as it is otherwise.
+
+    Args:
+        report: `parity.report.to_dict` of a replay.
+        run_: Whose rollouts were replayed.
+        trainers: The leader first; each other one is judged beside it.
+        bisect: `run` of this module, and what it is called like.
+    """
+    if report["verdict"] != ParityVerdict.FAIL:
+        return dict(report)
+    tables = {name: list(rows) for name, rows in report["tables"].items()}
+    leader, *followers = trainers
+    for follower in followers:
+        for name, rows in _causes(run_, follower, leader, bisect).items():
+            tables.setdefault(name, []).extend(row for row in rows if row not in tables[name])
+    return {**report, "tables": tables}
+
+
+def _causes(
+    run_: StoredRun, follower: str, leader: str, bisect: Callable[..., dict[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Tables of a bisect; one that finds nothing or cannot be made says so, since the verdict stands without it."""
+    try:
+        tables = bisect(run_, a=follower, b=leader)["tables"]
+    except GrpoError as error:
+        return {DIAGNOSIS: [_unexplained(follower, leader, where="not bisected", evidence=str(error))]}
+    if tables[DIAGNOSIS]:
+        return tables
+    where = f"{len(tables['judged_steps'])} judged steps"
+    evidence = "taken again, each step equals an independent model's within the tolerances of bisect"
+    return {**tables, DIAGNOSIS: [_unexplained(follower, leader, where=where, evidence=evidence)]}
+
+
+def _unexplained(follower: str, leader: str, *, where: str, evidence: str) -> dict[str, Any]:
+    return {
+        "cause": str(Cause.UNEXPLAINED),
+        "subject": f"{follower} vs {leader}",
+        "where": where,
+        "evidence": evidence,
+        "unexplained": None,
+    }
 
 
 @contextmanager

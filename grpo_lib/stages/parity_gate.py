@@ -10,7 +10,14 @@ from typing import Any
 from grpo_lib.config import RunConfig
 from grpo_lib.parity.free_running import FreeRunning
 from grpo_lib.parity.replay import ReplayStep
-from grpo_lib.stages import frozen_rollouts, parity_compare, parity_history, parity_probe, parity_replay
+from grpo_lib.stages import (
+    frozen_rollouts,
+    parity_bisect,
+    parity_compare,
+    parity_history,
+    parity_probe,
+    parity_replay,
+)
 from grpo_lib.stages.frozen_rollouts import FrozenRollouts
 from grpo_lib.stages.live import live_trainer
 from grpo_lib.stages.parity_begin import ParitySetup
@@ -112,10 +119,12 @@ def report(
     joined: Joined,
     lockstep: Lockstep,
 ) -> GateReport:
-    """The verdict; the report and the night are written down. Nothing is raised for a FAIL."""
+    """The verdict; the report and the night are written down. A replay that FAILs is bisected; nothing is raised."""
     started = time.perf_counter()
-    parity = _merged(parity_replay.judge(frozen.open(config), lockstep=lockstep.steps, free=joined.free), joined.probe)
     trainers = [one.trainer for one in measurements]
+    run = frozen.open(config)
+    replayed = parity_replay.judge(run, lockstep=lockstep.steps, free=joined.free)
+    parity = _merged(parity_bisect.explained(replayed, run, trainers=trainers), joined.probe)
     seconds = {
         "rollouts": frozen.seconds,
         **{f"measure {one.trainer}": one.seconds for one in measurements},
