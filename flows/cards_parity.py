@@ -62,6 +62,21 @@ def gate_components(parity: Mapping[str, Any], tolerances: ParityConfig) -> list
     ]
 
 
+def comparison_card(report: Mapping[str, Any], *, card: Card | None = None) -> None:
+    """Append the comparison of finished runs to the card "compare" of the running step.
+
+    Args:
+        report: `parity.report.to_dict`; every table but its curves is shown.
+    """
+    card = card if card is not None else step_card("compare")
+    card.append(Markdown(f"# Comparison of runs: {report['verdict']}"))
+    card.append(verdict_table(report))
+    for name, rows in report["tables"].items():
+        if rows and name != "curves":
+            card.append(Markdown(f"## {name.replace('_', ' ').capitalize()}"))
+            card.append(record_table(rows))
+
+
 def lockstep_lines(rows: Sequence[Row], tolerances: ParityConfig) -> list[Row]:
     """Points of the distances of log-probabilities, gradients and weights, and their tolerances."""
     limits = {

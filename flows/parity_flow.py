@@ -19,7 +19,7 @@ from pathlib import Path
 os.environ.setdefault("METAFLOW_USER", user if (user := getpass.getuser()) != "root" else "grpo")
 
 from cards import LiveCard
-from cards_parity import gate_card
+from cards_parity import comparison_card, gate_card
 from metaflow import Config, FlowSpec, Parameter, card, current, project, step
 from mutators import limited, listed, pool, remote_pool, scheduled, users_mistakes
 
@@ -120,11 +120,11 @@ class ParityFlow(FlowSpec):
         self.next(self.gate)
 
     @users_mistakes
-    @pool("cpu")
+    @pool("gpu")
     @card(type="blank", id="gate")
     @step
     def gate(self):
-        """The verdict, the night's line in the history, and what drifted; stored, not raised."""
+        """The verdict, the causes of a FAIL, the night's line in the history, and what drifted; stored, not raised."""
         from grpo_lib.stages import parity_gate
 
         report = parity_gate.report(
@@ -144,16 +144,16 @@ class ParityFlow(FlowSpec):
 
     @users_mistakes
     @pool("cpu")
+    @card(type="blank", id="compare")
     @step
     def compare(self):
-        """Finished runs against each other, if any were named; no part of the gate."""
-        from grpo_lib.stages import parity_compare
-        from grpo_lib.stages.stored_run import open_run
-
+        """Finished runs against each other, if any were named; outside of the gate's time."""
         self.comparison = None
         if self.setup.runs_a:
-            runs_a, runs_b = ([open_run(name) for name in side] for side in (self.setup.runs_a, self.setup.runs_b))
-            self.comparison = parity_compare.run(runs_a, runs_b, differs=["trainer.backend"])
+            from grpo_lib.stages import parity_gate
+
+            self.comparison = parity_gate.compare(self.config, self.setup)
+            comparison_card(self.comparison)
         self.next(self.end)
 
     @users_mistakes
@@ -163,12 +163,12 @@ class ParityFlow(FlowSpec):
         """Prints the verdicts; a failed check fails the flow here, with everything stored."""
         from grpo_lib.parity.report import gate, render
 
-        if self.comparison is not None:
-            print(render(self.comparison), end="\n\n")
-        print(render(self.parity))
+        reports = [self.parity] if self.comparison is None else [self.comparison, self.parity]
+        print("\n\n".join(render(report) for report in reports))
         print(*self.drift_lines, sep="\n")
         print(f"\ngate card:  python flows/parity_flow.py card view {current.run_id}/gate --id gate")
-        gate(self.parity)
+        for report in reports:
+            gate(report)
 
     def tags(self) -> list[str]:
         """By which nights are found; a resumed run does not inherit them."""

@@ -133,7 +133,9 @@ def derived_lines(derived: Derived) -> list[tuple[str, str]]:
     """Name and value of each derived quantity, for people."""
     rank, engine = derived.rank_memory, derived.engine_memory
     epochs = "known after prepare_data" if derived.epochs is None else f"{derived.epochs:g}"
-    cache = "what its share of a GPU leaves" if derived.kv_cache_tokens is None else f"{derived.kv_cache_tokens:,} tokens"
+    cache = (
+        "what its share of a GPU leaves" if derived.kv_cache_tokens is None else f"{derived.kv_cache_tokens:,} tokens"
+    )
     return [
         ("steps", f"{derived.steps:,} (at most as many optimiser steps)"),
         ("samples", f"{derived.samples_per_step:,} per step, {derived.samples_total:,} in all"),

@@ -68,7 +68,7 @@ def register(commands: Any) -> None:
         _replay,
         "Train on a run's stored rollouts again, with two trainers side by side.\n"
         "lockstep starts every step of both from the same weights and optimiser state; free lets each go its way and\n"
-        "measures them against one trainer with itself under another micro-batch split.",
+        "measures them against one trainer with itself under another micro-batch split. A FAIL is bisected.",
         "runs/GRPOFlow/123",
         "123 --mode lockstep --steps 5 --html replay.html",
     )
@@ -209,10 +209,11 @@ def _probe(options: argparse.Namespace) -> Report:
 
 def _replay(options: argparse.Namespace) -> Report:
     run = _open(options.run, options.overrides)
-    from grpo_lib.stages import parity_replay
+    from grpo_lib.stages import parity_bisect, parity_replay
 
     trainers, modes = _chosen(options.trainers, TRAINERS), _chosen(options.modes, MODES)
-    return parity_replay.run(run, trainers=trainers, steps=options.steps, modes=modes)
+    report = parity_replay.run(run, trainers=trainers, steps=options.steps, modes=modes)
+    return parity_bisect.explained(report, run, trainers=trainers)
 
 
 def _compare(options: argparse.Namespace) -> Report:

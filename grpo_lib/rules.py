@@ -374,8 +374,8 @@ def compiled_layers_are_whole(config: RunConfig) -> str | None:
     if not trainer.compile or trainer.backend != "hf_deepspeed" or trainer.zero_stage < 3:
         return None
     return (
-        f"trainer.compile (true) with trainer.zero_stage ({trainer.zero_stage}): ZeRO-3 gathers weights in hooks inside "
-        "each layer, where a graph would end; set trainer.zero_stage=2, or trainer.compile=false"
+        f"trainer.compile (true) with trainer.zero_stage ({trainer.zero_stage}): ZeRO-3 gathers weights in hooks "
+        "inside each layer, where a graph would end; set trainer.zero_stage=2, or trainer.compile=false"
     )
 
 

@@ -35,7 +35,6 @@ class Cause(StrEnum):
     STALE_TENSORS = "some tensors are of another version"
     ROUNDED_WEIGHTS = "weights rounded to bfloat16"
     FOREIGN_ROLLOUTS = "rollouts that these weights did not sample"
-    ALTERED_ROLLOUTS = "stored rollouts differ from the run's index"
     TENSORS_NOT_SENT = "tensors not sent to the engine"
     TENSORS_DAMAGED = "tensors changed on the way to the engine"
     ENGINE_BEHIND = "engine at another version than the trainer"

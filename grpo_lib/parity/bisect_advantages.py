@@ -289,7 +289,11 @@ def _changed(name: str, recovered: Recovered) -> Finding:
     true, found = recovered.true[off], recovered.values[off]
     factor = float(true @ found / (true @ true)) if true.any() else math.nan
     left = float(np.linalg.norm(found - factor * true) / np.linalg.norm(found - true))
-    how = f"the true ones times {factor:.4g}" if left <= _EXPLAINED else "no common multiple of the true ones"
+    how = (
+        f"the true ones times {round(factor, 6) + 0.0:.4g}"
+        if left <= _EXPLAINED
+        else "no common multiple of the true ones"
+    )
     return Finding(
         cause=Cause.ADVANTAGES_CHANGED,
         subject=name,

@@ -86,8 +86,6 @@ def _levels(names: Sequence[str]) -> str:
 def bisect_inputs(
     audits: Sequence[InputAudit],
     *,
-    digests: Mapping[int, str],
-    indexed: Mapping[int, str],
     groups: Sequence[RolloutGroup] = (),
     other_run: Mapping[tuple[int, ...], str] | None = None,
 ) -> Diagnosis:
@@ -95,8 +93,6 @@ def bisect_inputs(
 
     Args:
         audits: From `replay_inputs.audit_inputs`.
-        digests: Step → content digest of what was read.
-        indexed: Step → content digest in the run's index; steps without one are not compared.
         groups: Of the audited steps, to look foreign samples up by their tokens.
         other_run: Prompt and response ids → sample id of a run that they may come from.
     """
@@ -112,16 +108,6 @@ def bisect_inputs(
                     f"{len(foreign)} of {sum(audit.num_samples for audit in audits)} samples carry a seed that the "
                     f"run's own does not give their group and index{_found_in(foreign, groups, other_run)}"
                 ),
-            )
-        )
-    altered = [step for step, digest in digests.items() if step in indexed and indexed[step] != digest]
-    if altered:
-        findings.append(
-            Finding(
-                cause=Cause.ALTERED_ROLLOUTS,
-                subject=_STORE,
-                where=listed([f"step {step}" for step in altered]),
-                evidence="the content digest is not the one that the run wrote into its index",
             )
         )
     wrong = [group_id for audit in audits for group_id in audit.wrong_advantages]

@@ -1,4 +1,7 @@
-"""Take stored steps with any number of trainers, each judged against an independent model, until one is wrong."""
+"""Take stored steps with any number of trainers, each judged against an independent model, until one is wrong.
+
+What the engine stored with the samples is judged along the way, under the weights that it should have had.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from grpo_lib.config import RunConfig
 from grpo_lib.interfaces import ReplayTrainer
 from grpo_lib.parity.bisect import Diagnosis, Reference
 from grpo_lib.parity.bisect_layers import Layers, layer_differences, layer_rows, parting
-from grpo_lib.parity.bisect_scores import Scores, bisect_scores, first_apart, largest_apart
+from grpo_lib.parity.bisect_scores import Scores, bisect_scores, first_apart, largest_apart, usual_apart
 from grpo_lib.parity.bisect_training import (
     TakenStep,
     bisect_gradient,
@@ -25,9 +28,10 @@ from grpo_lib.parity.bisect_training import (
     take_step,
     update_distance,
 )
+from grpo_lib.parity.probe import ENGINE_DECODE
 from grpo_lib.parity.replay import StateReader
 from grpo_lib.parity.replay_inputs import ReplayBatch
-from grpo_lib.types import TRAINING_STATE, StateKind, StepPlan
+from grpo_lib.types import TRAINING_STATE, PackedBatch, StateKind, StepPlan
 
 # (version that is right, version → reader of its weights) → the independent model
 MakeReference = Callable[[int, Mapping[int, Callable[[str], torch.Tensor]]], Reference]
@@ -35,20 +39,34 @@ MakeReference = Callable[[int, Mapping[int, Callable[[str], torch.Tensor]]], Ref
 LAYER_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # relative difference of a token's hidden state that is rounding
 
 _KEPT_VERSIONS = 3
+_OVER_DRIFT = 30.0  # multiple of the 95th percentile of differences; drift's largest was 5 … 16 times that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedStep:
-    """One trainer's step against the independent model."""
+    """One step of a trainer, or the stored samples of a step, against the independent model."""
 
     step: int
     name: str
     version: int  # before the step
     num_tokens: int
     logprob_max_abs: float
-    gradient_relative: float  # NaN where the log-probabilities are wrong already
-    update_relative: float  # from AdamW on the trainer's own gradient
+    tolerance: float  # of the log-probabilities
+    gradient_relative: float = math.nan  # NaN where the log-probabilities are wrong already, and for stored samples
+    update_relative: float = math.nan  # from AdamW on the trainer's own gradient; NaN for stored samples
     diagnosis: Diagnosis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredScores:
+    """Log-probabilities that were stored with a step's samples, and the samples packed."""
+
+    scores: Scores
+    batches: tuple[PackedBatch, ...]
+    agreed: bool  # whether the run itself found them equal to its trainer's at that step
+
+
+ReadStored = Callable[[ReplayBatch, int], StoredScores]  # of a step's samples by one policy version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +84,10 @@ def bisect_replay(
     scratch: Path,
     read: StateReader,
     make_reference: MakeReference,
+    read_stored: ReadStored | None = None,
+    first_judged: int = 1,
 ) -> tuple[JudgedStep, ...]:
-    """Every step from the first side's state, up to the first step in which some side is wrong.
+    """Every step from the first side's state, up to the first step in which somebody is wrong.
 
     Each step is taken once: a mistake that leaves a trace outside of the dumped state cannot blur a second attempt.
 
@@ -76,8 +96,10 @@ def bisect_replay(
         batches: Stored steps. One without trainable tokens is not applied.
         scratch: Existing folder that the driver and all ranks see; keeps the first state and the last three.
         read: Opens what `dump_state` wrote.
+        read_stored: Gives what the engine stored, which is then judged too; its weights are the first side's.
+        first_judged: Earlier steps are only taken, by the first side.
     """
-    leader = sides[0].trainer
+    leader, config = sides[0].trainer, sides[0].config
     versions: dict[int, Path] = {}
     judged: list[JudgedStep] = []
     for batch in batches:
@@ -85,21 +107,51 @@ def bisect_replay(
         versions[version] = start = scratch / f"version-{version:06d}"
         leader.dump_state(start, TRAINING_STATE)
         _forget(versions)
-        weights = {number: read(folder, StateKind.WEIGHT) for number, folder in versions.items()}
-        plans = [loop.plan_rollouts(side.config, side.trainer.num_ranks, batch.rollouts) for side in sides]
-        if any(plan is None for plan in plans):
+        if batch.step < first_judged:
+            _advance(leader, config, batch)
             continue
+        weights = {number: read(folder, StateKind.WEIGHT) for number, folder in versions.items()}
         reference = make_reference(version, weights)
+        taken = [] if read_stored is None else [_judge_stored(batch, read_stored(batch, version), reference, config)]
         # The leader last: its state after the step is where the next one starts.
-        taken = [
-            _judge(side, plan, batch.step, reference, start=start, folder=scratch / "taken", read=read)
-            for side, plan in reversed(list(zip(sides, plans, strict=True)))
-            if plan is not None
-        ]
-        judged += reversed(taken)
+        for side in reversed(sides):
+            plan = loop.plan_rollouts(side.config, side.trainer.num_ranks, batch.rollouts)
+            if plan is not None:
+                taken.append(
+                    _judge(side, plan, batch.step, reference, start=start, folder=scratch / "taken", read=read)
+                )
+        judged += taken
         if any(step.diagnosis.findings for step in taken):
             break
     return tuple(judged)
+
+
+def _advance(leader: ReplayTrainer, config: RunConfig, batch: ReplayBatch) -> None:
+    plan = loop.plan_rollouts(config, leader.num_ranks, batch.rollouts)
+    if plan is not None:
+        loop.forward_backward(config, leader, plan)
+        leader.optim_step()
+
+
+def _judge_stored(batch: ReplayBatch, stored: StoredScores, reference: Reference, config: RunConfig) -> JudgedStep:
+    """The weights are replayed, and training amplifies rounding: after twenty steps they are 1e-4 nats from the run's.
+
+    Where the run itself found engine and trainer equal, a difference that many tokens share is such drift; samples that
+    were put in afterwards stand out from it.
+    """
+    tolerance = config.parity.max_abs
+    if stored.agreed:
+        tolerance = max(tolerance, _OVER_DRIFT * usual_apart(stored.scores, stored.batches, reference))
+    scored = bisect_scores({ENGINE_DECODE: stored.scores}, stored.batches, reference, tolerance=tolerance)
+    return JudgedStep(
+        step=batch.step,
+        name=ENGINE_DECODE,
+        version=reference.version,
+        num_tokens=sum(len(values) for values in stored.scores.values()),
+        logprob_max_abs=largest_apart(stored.scores, stored.batches, reference),
+        tolerance=tolerance,
+        diagnosis=scored,
+    )
 
 
 def _forget(versions: dict[int, Path]) -> None:
@@ -138,6 +190,7 @@ def _judge(
         version=taken.version_before,
         num_tokens=plan.num_trained_tokens,
         logprob_max_abs=largest,
+        tolerance=parity.replay_max_abs,
         gradient_relative=gradient_relative,
         update_relative=update.whole.relative,
         diagnosis=Diagnosis.merged(parts),

@@ -149,6 +149,13 @@ def largest_apart(scores: Scores, batches: Sequence[PackedBatch], reference: Ref
     return rms_and_max(scores, right, list(right))[1]
 
 
+def usual_apart(scores: Scores, batches: Sequence[PackedBatch], reference: Reference) -> float:
+    """95th percentile of a token's difference from the reference as configured."""
+    right = predict(reference, batches, Fault())
+    apart = np.concatenate([np.zeros(1), *(np.abs(_apart(scores, right, key)) for key in right)])
+    return float(np.quantile(apart, 0.95))
+
+
 def first_apart(
     scores: Scores, batches: Sequence[PackedBatch], reference: Reference, *, tolerance: float
 ) -> Place | None:

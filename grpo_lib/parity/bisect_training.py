@@ -29,7 +29,7 @@ from grpo_lib.types import PackedBatch, StateKind, StepPlan
 _PARALLEL = 1e-6  # 1 - cosine of two gradients that differ by rounding and length only, at least
 _SAME_SCALE = 1e-4  # likewise, of two equal lengths
 _SAME_PART = 1e-3  # relative distance of a gradient from one part of the right one
-_UPDATE_TOLERANCE = 1e-3  # relative; an update is a small difference of fp32 weights, so rounding is a part of it
+UPDATE_TOLERANCE = 1e-3  # relative; an update is a small difference of fp32 weights, so rounding is a part of it
 _UPDATE_PARALLEL = 1e-3
 _SHOWN_TENSORS = 12
 _CORRECT = Fault()
@@ -259,11 +259,11 @@ def bisect_update(taken: TakenStep, distance: StateDistance) -> Diagnosis:
     Args:
         distance: `update_distance`.
     """
-    tables = {"updates": _tensor_rows(taken.name, distance, _UPDATE_TOLERANCE)}
+    tables = {"updates": _tensor_rows(taken.name, distance, UPDATE_TOLERANCE)}
     whole = distance.whole
     if whole.norm_a == 0 or taken.version_after != taken.version_before + 1:
         return Diagnosis(findings=(_skipped(taken, distance),), tables=tables)
-    if whole.relative <= _UPDATE_TOLERANCE:
+    if whole.relative <= UPDATE_TOLERANCE:
         return Diagnosis()
     finding = (
         _rounded(taken)
@@ -341,7 +341,7 @@ def _rounded(taken: TakenStep) -> Finding | None:
         near = (after - rounded).abs() <= rounded.abs() * 2**-7
         moved += int(changed.sum())
         held += int((changed & near & (after.bfloat16().to(after.dtype) == after)).sum())
-    if not moved or held < moved * (1 - _UPDATE_TOLERANCE):
+    if not moved or held < moved * (1 - UPDATE_TOLERANCE):
         return None
     return Finding(
         cause=Cause.ROUNDED_MASTERS,
@@ -357,7 +357,7 @@ def _rounded(taken: TakenStep) -> Finding | None:
 def _other_rate(taken: TakenStep, distance: StateDistance) -> Finding | None:
     """The right update times a factor."""
     whole, rate = distance.whole, _configured_rate(taken)
-    if not whole.cosine >= 1 - _UPDATE_PARALLEL or abs(whole.scale - 1) <= _UPDATE_TOLERANCE:
+    if not whole.cosine >= 1 - _UPDATE_PARALLEL or abs(whole.scale - 1) <= UPDATE_TOLERANCE:
         return None
     trainer, total = taken.config.trainer, taken.config.loop.steps
     used = rate * whole.scale
@@ -366,7 +366,7 @@ def _other_rate(taken: TakenStep, distance: StateDistance) -> Finding | None:
         for name in ("constant", "linear", "cosine")
         if name != trainer.lr_scheduler
         and math.isclose(
-            used, configured_learning_rate(trainer, taken.version_before, total, name), rel_tol=_UPDATE_TOLERANCE
+            used, configured_learning_rate(trainer, taken.version_before, total, name), rel_tol=UPDATE_TOLERANCE
         )
     ]
     schedule = f", which is what the schedule {' or '.join(fitting)} gives there" if fitting else ""

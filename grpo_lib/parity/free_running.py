@@ -19,6 +19,7 @@ import numpy as np
 from grpo_lib import loop
 from grpo_lib.algo.packing import plan_step
 from grpo_lib.config import RunConfig
+from grpo_lib.errors import DataError
 from grpo_lib.interfaces import ReplayTrainer
 from grpo_lib.parity.distances import StateDistance
 from grpo_lib.parity.probe import PairStatistics, compare
@@ -103,7 +104,7 @@ def free_running(
         split: Any other than the configured one is for the noise floor.
 
     Raises:
-        ValueError: a step cannot be cut into another number of micro-batches.
+        DataError: a step cannot be cut into another number of micro-batches.
     """
     taken = []
     for batch in steps:
@@ -148,7 +149,7 @@ def resplit(config: RunConfig, batch: ReplayBatch, plan: StepPlan, split: Split)
     """The same samples on the same ranks, in another number of micro-batches.
 
     Raises:
-        ValueError: a rank has one pack in all, so there is only one way to cut it.
+        DataError: a rank has one pack in all, so there is only one way to cut it.
     """
     packs = _packs(plan)
     other = plan_step(
@@ -158,7 +159,7 @@ def resplit(config: RunConfig, batch: ReplayBatch, plan: StepPlan, split: Split)
         micro_batch_packs=2 if packs == 1 else 1 if split is Split.SINGLES else math.ceil(packs / 2),
     )
     if len(other.micro_batches[0]) == len(plan.micro_batches[0]):
-        raise ValueError(
+        raise DataError(
             f"step {batch.step} gives each of {len(plan.micro_batches)} ranks one pack of trainer.pack_length "
             f"({config.trainer.pack_length}) tokens: there is no other split to measure the noise floor with; replay "
             "with a smaller trainer.pack_length or fewer trainer.num_ranks, or steps with more rollouts"
@@ -179,11 +180,11 @@ def compare_trajectories(a: Trajectory, b: Trajectory, *, cap: float, read: Stat
         read: Opens the dumped weights.
 
     Raises:
-        ValueError: the two did not take the same steps on the same samples.
+        DataError: the two did not take the same steps on the same samples.
     """
     steps_a, steps_b = ([step.step for step in trajectory.steps] for trajectory in (a, b))
     if steps_a != steps_b:
-        raise ValueError(f"{a.name} took the steps {steps_a} and {b.name} {steps_b}; replay the same ones with both")
+        raise DataError(f"{a.name} took the steps {steps_a} and {b.name} {steps_b}; replay the same ones with both")
     return tuple(
         FreeStep(
             step=of_a.step,

@@ -18,6 +18,7 @@ import torch
 from grpo_lib import loop
 from grpo_lib.algo.packing import unpack_tokens
 from grpo_lib.config import RunConfig
+from grpo_lib.errors import DataError
 from grpo_lib.interfaces import ReplayTrainer, TrainerGroup
 from grpo_lib.parity.distances import StateDistance, state_distance
 from grpo_lib.parity.probe import PairStatistics, compare
@@ -202,9 +203,9 @@ def common_names(a: TensorReader, b: TensorReader) -> list[str]:
     """The tensor names that both hold.
 
     Raises:
-        ValueError: one of them lacks a tensor, so the two are not states of one model.
+        DataError: one of them lacks a tensor, so the two are not states of one model.
     """
     only = sorted(set(a.names) ^ set(b.names))
     if only:
-        raise ValueError(f"{len(only)} tensors are in one of the two states only, first {only[0]!r}")
+        raise DataError(f"{len(only)} tensors are in one of the two states only, first {only[0]!r}")
     return sorted(a.names)

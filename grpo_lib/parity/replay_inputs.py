@@ -10,6 +10,7 @@ import numpy as np
 
 from grpo_lib.algo.advantages import GroupAssessment, assess_group
 from grpo_lib.config import RunConfig
+from grpo_lib.errors import DataError
 from grpo_lib.loop import trainable_samples
 from grpo_lib.pipeline import StepRollouts, group_id
 from grpo_lib.seeds import sample_seed
@@ -77,11 +78,11 @@ def audit_inputs(steps: Sequence[ReplayBatch], config: RunConfig) -> tuple[Input
         steps: Consecutive from step 1, so that the version each was drawn from is known.
 
     Raises:
-        ValueError: they are not.
+        DataError: they are not.
     """
     found = [batch.step for batch in steps]
     if found != list(range(1, len(steps) + 1)):
-        raise ValueError(f"steps {found} are not consecutive from 1; replay starts at the base model")
+        raise DataError(f"steps {found} are not consecutive from 1; replay starts at the base model")
     audits, version = [], 0
     for batch in steps:
         audits.append(_audit(batch, config, version))

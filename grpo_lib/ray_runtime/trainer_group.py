@@ -92,6 +92,10 @@ class RayTrainerGroup:
         self._policy_version = None
         self._call("restore_state", folder)
 
+    def load_hf_weights(self, path: Path) -> None:
+        """Weights of a Hugging Face folder of the same model; moments and policy version stay as they are."""
+        self._call("load_hf_weights", path)
+
     def hidden_states(self, plan: StepPlan) -> tuple[tuple[dict[str, torch.Tensor], ...], ...]:
         ranks = self._group.call_each(
             "hidden_states", self._parcels(plan), deadline_s=self._deadlines.train_s, setting=_TRAIN

@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_lib.config import RunConfig, resolve, with_overrides
 from grpo_lib.errors import ConfigError, DataError, PreflightError
+from grpo_lib.parity.finished_run import check_side
 from grpo_lib.preflight import Machine
 from grpo_lib.recipes import default_recipe
 from grpo_lib.stages import begin
@@ -58,7 +59,7 @@ def run(
         )
     if bool(runs_a) != bool(runs_b):
         raise ConfigError(["--runs-a and --runs-b come together: finished runs of one set-up and of the other"])
-    side_a, side_b = (tuple(str(open_run(name).paths.run) for name in side) for side in (runs_a, runs_b))
+    side_a, side_b = _finished("A", runs_a), _finished("B", runs_b)
     source = None if rollouts is None else open_run(rollouts)
     if source is None:
         config = _fresh(recipe or default_recipe.__name__, overrides, trainer=trainers[0], seed=seed)
@@ -75,6 +76,17 @@ def run(
         runs_a=side_a,
         runs_b=side_b,
     )
+
+
+def _finished(side: str, references: Sequence[str]) -> tuple[str, ...]:
+    """Folders of one side's runs, which are finished and belong together."""
+    if not references:
+        return ()
+    from grpo_lib.stages.parity_compare import finished  # its statistics cost seconds that most nights do without
+
+    runs = [open_run(reference) for reference in references]
+    check_side(side, [finished(run) for run in runs])
+    return tuple(str(run.paths.run) for run in runs)
 
 
 def _fresh(recipe: str, overrides: Sequence[str], *, trainer: str, seed: int | None) -> RunConfig:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_lib.config import RunConfig
 from grpo_lib.parity.free_running import FreeRunning
 from grpo_lib.parity.replay import ReplayStep
-from grpo_lib.stages import frozen_rollouts, parity_history, parity_probe, parity_replay
+from grpo_lib.stages import (
+    frozen_rollouts,
+    parity_bisect,
+    parity_compare,
+    parity_history,
+    parity_probe,
+    parity_replay,
+)
 from grpo_lib.stages.frozen_rollouts import FrozenRollouts
+from grpo_lib.stages.live import live_trainer
+from grpo_lib.stages.parity_begin import ParitySetup
 from grpo_lib.stages.parity_probe import ScorerMeasurement
 from grpo_lib.stages.parity_replay import FreeMeasurement
 from grpo_lib.stages.run_paths import RunPaths, clear
-from grpo_lib.stages.stored_run import write_parity
+from grpo_lib.stages.stored_run import open_run, write_parity
 from grpo_lib.types import ParityVerdict
 
 
@@ -62,13 +71,12 @@ def measure(config: RunConfig, paths: RunPaths, frozen: FrozenRollouts, *, train
     run = frozen.open(config)
     folder = paths.replay / trainer
     clear(folder)
-    return TrainerMeasurement(
-        trainer=trainer,
-        digest=frozen_rollouts.rollouts_digest(run, steps=frozen.steps),
-        score=parity_probe.measure(run, scorer=trainer, folder=paths.store),
-        free=parity_replay.measure(run, trainer=trainer, folder=folder),
-        seconds=time.perf_counter() - started,
-    )
+    digest = frozen_rollouts.rollouts_digest(run, steps=frozen.steps)
+    with live_trainer(parity_replay.with_backend(config, trainer), model_path=run.model_path) as (live, _):
+        free = parity_replay.measure_live(run, live, folder=folder)
+        score = parity_probe.measure_live(run, live, folder=paths.store)
+    seconds = time.perf_counter() - started
+    return TrainerMeasurement(trainer=trainer, digest=digest, score=score, free=free, seconds=seconds)
 
 
 def join(
@@ -111,10 +119,12 @@ def report(
     joined: Joined,
     lockstep: Lockstep,
 ) -> GateReport:
-    """The verdict; the report and the night are written down. Nothing is raised for a FAIL."""
+    """The verdict; the report and the night are written down. A replay that FAILs is bisected; nothing is raised."""
     started = time.perf_counter()
-    parity = _merged(parity_replay.judge(frozen.open(config), lockstep=lockstep.steps, free=joined.free), joined.probe)
     trainers = [one.trainer for one in measurements]
+    run = frozen.open(config)
+    replayed = parity_replay.judge(run, lockstep=lockstep.steps, free=joined.free)
+    parity = _merged(parity_bisect.explained(replayed, run, trainers=trainers), joined.probe)
     seconds = {
         "rollouts": frozen.seconds,
         **{f"measure {one.trainer}": one.seconds for one in measurements},
@@ -126,6 +136,15 @@ def report(
     parity["tables"]["drift"] = night.drift
     write_parity(paths, parity)
     return GateReport(parity=parity, drift_lines=night.lines, seconds=seconds)
+
+
+def compare(config: RunConfig, setup: ParitySetup) -> dict[str, Any]:
+    """The report on the finished runs that were named, under the tolerances of `config`."""
+    side_a, side_b = (
+        [replace(run, config=run.config.model_copy(update={"parity": config.parity})) for run in map(open_run, folders)]
+        for folders in (setup.runs_a, setup.runs_b)
+    )
+    return parity_compare.run(side_a, side_b)
 
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,16 +11,20 @@ backend loads the exported folder as if it were a base model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
 from grpo_lib.config import RunConfig
 from grpo_lib.errors import DataError
-from grpo_lib.parity.probe import ENGINE_SCORE, Scorer, StoredLogprobs, probe
+from grpo_lib.parity.probe import ENGINE_DECODE, ENGINE_SCORE, StoredLogprobs, probe
 from grpo_lib.parity.report import probe_report, to_dict
+from grpo_lib.ray_runtime.trainer_group import RayTrainerGroup
+from grpo_lib.stages.diagnosis import diagnosed
 from grpo_lib.stages.live import live_engines, live_trainer
 from grpo_lib.stages.parity_replay import with_backend
 from grpo_lib.stages.scorers import ScoredBefore, ScoredBySequence, ScoredByTrainer
@@ -82,11 +86,11 @@ def measure(run: StoredRun, *, scorer: str, folder: Path) -> ScorerMeasurement:
         raise DataError(f"run {run.reference}: {export} is missing; the step fit writes it at its end")
     if scorer == PLAIN:
         plain = HfScorer(
-        export,
-        dtype=config.model.dtype,
-        temperature=config.rollout.temperature,
-        fp32_head=config.model.fp32_head,
-    )
+            export,
+            dtype=config.model.dtype,
+            temperature=config.rollout.temperature,
+            fp32_head=config.model.fp32_head,
+        )
         scores = ScoredBySequence(name=scorer, scorer=plain).score(groups)
     elif scorer == ENGINE_SCORE:
         with live_engines(config, model_path=export, policy_version=run.policy_version) as engines:
@@ -95,6 +99,18 @@ def measure(run: StoredRun, *, scorer: str, folder: Path) -> ScorerMeasurement:
         changed = with_backend(config, scorer)
         with live_trainer(changed, model_path=export) as (trainer, _):
             scores = ScoredByTrainer(name=scorer, trainer=trainer, config=changed.trainer).score(groups)
+    return _stored(scorer, scores, folder)
+
+
+def measure_live(run: StoredRun, trainer: RayTrainerGroup, *, folder: Path) -> ScorerMeasurement:
+    """`measure` with a running trainer, whose weights become the exported ones."""
+    trainer.load_hf_weights(run.paths.export)
+    config = with_backend(run.config, trainer.name)
+    scorer = ScoredByTrainer(name=trainer.name, trainer=trainer, config=config.trainer)
+    return _stored(trainer.name, scorer.score(run.probe_rollouts().groups), folder)
+
+
+def _stored(scorer: str, scores: Mapping[str, np.ndarray], folder: Path) -> ScorerMeasurement:
     return ScorerMeasurement(
         scorer=scorer, scores=write_scores(LocalStore(folder), scores).to_dict(), store=str(folder)
     )
@@ -111,14 +127,18 @@ def judge(run: StoredRun, measurements: Sequence[ScorerMeasurement]) -> dict[str
     Returns:
         `parity.report.to_dict` of the report.
     """
-    scorers: list[Scorer] = [StoredLogprobs()]
+    groups, version = run.probe_rollouts().groups, run.policy_version
+    scores = {ENGINE_DECODE: StoredLogprobs().score(groups)}
     for one in measurements:
-        scores = read_scores(LocalStore(Path(one.store)), StoreRef.from_dict(one.scores))
-        scorers.append(ScoredBefore(name=one.scorer, scores=scores))
-    pairs = probe(
-        run.probe_rollouts().groups,
-        scorers,
-        policy_version=run.policy_version,
-        cap=run.config.algorithm.correction_cap,
+        scores[one.scorer] = read_scores(LocalStore(Path(one.store)), StoreRef.from_dict(one.scores))
+    scorers = [ScoredBefore(name=name, scores=values) for name, values in scores.items()]
+    pairs = probe(groups, scorers, policy_version=version, cap=run.config.algorithm.correction_cap)
+    report = diagnosed(
+        probe_report(run.config, pairs=pairs, metrics=None, engine_scores=can_score(run.config)),
+        run.config,
+        groups=groups,
+        scores=scores,
+        models={0: run.model_path, version: run.paths.export},
+        policy_version=version,
     )
-    return to_dict(probe_report(run.config, pairs=pairs, metrics=None, engine_scores=can_score(run.config)))
+    return to_dict(report)

@@ -29,6 +29,7 @@ from grpo_lib.parity.replay import ReplayStep
 from grpo_lib.parity.replay import lockstep as replay_in_lockstep
 from grpo_lib.parity.replay_inputs import ReplayBatch, audit_inputs
 from grpo_lib.parity.report import replay_report, to_dict
+from grpo_lib.ray_runtime.trainer_group import RayTrainerGroup
 from grpo_lib.stages.live import live_trainer, live_trainers
 from grpo_lib.stages.replay_files import StateFile, read_trajectory, write_trajectory
 from grpo_lib.stages.stored_run import StoredRun
@@ -103,21 +104,29 @@ def measure(run: StoredRun, *, trainer: str, folder: Path, steps: int | None = N
         steps: As for `run`.
 
     Raises:
-        ValueError: the rollouts cannot be split otherwise; the message says what to change.
+        DataError: the rollouts cannot be split otherwise; the message says what to change.
     """
-    config = with_backend(run.config, trainer)
+    with live_trainer(with_backend(run.config, trainer), model_path=run.model_path) as (live, _):
+        return measure_live(run, live, folder=folder, steps=steps)
+
+
+def measure_live(
+    run: StoredRun, trainer: RayTrainerGroup, *, folder: Path, steps: int | None = None
+) -> FreeMeasurement:
+    """`measure` with a trainer that has just started from the run's base model."""
+    config = with_backend(run.config, trainer.name)
     batches = stored_batches(run, steps)
-    splits = (Split.CONFIGURED, *noise_splits(config, config.trainer.num_ranks, batches))
-    with live_trainer(config, model_path=run.model_path) as (live, _), _scratch(run) as scratch:
-        live.dump_state(scratch, TRAINING_STATE)
+    splits = (Split.CONFIGURED, *noise_splits(config, trainer.num_ranks, batches))
+    with _scratch(run) as scratch:
+        trainer.dump_state(scratch, TRAINING_STATE)
         for split in splits:
             with storage_errors(folder / split, setting=_SETTING):
                 (folder / split).mkdir(parents=True)
-            live.restore_state(scratch)
-            trajectory = free_running(live, batches, config=config, folder=folder / split, split=split)
+            trainer.restore_state(scratch)
+            trajectory = free_running(trainer, batches, config=config, folder=folder / split, split=split)
             write_trajectory(folder / split, trajectory)
     configured, *others = (str(folder / split) for split in splits)
-    return FreeMeasurement(trainer=trainer, configured=configured, others=tuple(others))
+    return FreeMeasurement(trainer=trainer.name, configured=configured, others=tuple(others))
 
 
 def compare(run: StoredRun, measurements: Sequence[FreeMeasurement]) -> tuple[FreeRunning, ...]:

@@ -10,10 +10,11 @@ from grpo_lib.config import RunConfig
 from grpo_lib.data.models import resolve_model_path
 from grpo_lib.parity.probe import ENGINE_SCORE, StoredLogprobs, probe
 from grpo_lib.parity.report import build_report, to_dict
+from grpo_lib.stages.diagnosis import diagnosed
 from grpo_lib.stages.live import live_parts
 from grpo_lib.stages.recorder import checkpoints_of, read_certificates
 from grpo_lib.stages.run_paths import RunPaths
-from grpo_lib.stages.scorers import ScoredBySequence, ScoredByTrainer
+from grpo_lib.stages.scorers import ScoredBefore, ScoredBySequence, ScoredByTrainer
 from grpo_lib.stages.stored_run import write_parity
 from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.refs import StoreRef
@@ -70,19 +71,27 @@ def run(
             ScoredByTrainer(name=config.trainer.backend, trainer=trainer, config=config.trainer),
             ScoredBySequence(name="hf", scorer=plain),
         ]
-        pairs = probe(groups, scorers, policy_version=policy_version, cap=config.algorithm.correction_cap)
-    report = to_dict(
+        scored = [ScoredBefore(name=scorer.name, scores=scorer.score(groups)) for scorer in scorers]
+    certificates = read_certificates(paths.certificates)
+    report = diagnosed(
         build_report(
             config,
-            pairs=pairs,
+            pairs=probe(groups, scored, policy_version=policy_version, cap=config.algorithm.correction_cap),
             metrics=metrics,
-            certificates=read_certificates(paths.certificates),
+            certificates=certificates,
             evaluation=evaluation,
             shard_plan=shard_plan,
-        )
+        ),
+        config,
+        groups=groups,
+        scores={scorer.name: scorer.scores for scorer in scored},
+        models={0: resolve_model_path(config.model.path), policy_version: paths.export},
+        policy_version=policy_version,
+        certificates=certificates,
     )
-    write_parity(paths, report)
-    return StoredReport(parity=report, metrics=metrics, samples=_samples(groups))
+    parity = to_dict(report)
+    write_parity(paths, parity)
+    return StoredReport(parity=parity, metrics=metrics, samples=_samples(groups))
 
 
 def _samples(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:

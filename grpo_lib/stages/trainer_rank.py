@@ -11,7 +11,7 @@ from grpo_lib.algo.losses import build_loss
 from grpo_lib.config import RunConfig
 from grpo_lib.distributed.process_group import Rendezvous, free_port, init_ranks
 from grpo_lib.trainers.hf_checkpoint import HfFolder
-from grpo_lib.trainers.whole_model import dump_state, export_hf, restore_state, shard_report
+from grpo_lib.trainers.whole_model import dump_state, export_hf, load_hf_weights, restore_state, shard_report
 from grpo_lib.types import PackedBatch, SenderReport, ShardedTensor, StateKind, StepMetrics
 from grpo_lib.weight_sync.sender import EngineClient, WeightSender
 
@@ -121,6 +121,9 @@ class TrainerRank:
 
     def restore_state(self, folder: Path) -> None:
         restore_state(self._backend, folder)
+
+    def load_hf_weights(self, path: Path) -> None:
+        load_hf_weights(self._backend, HfFolder(path))
 
     def hidden_states(self, micro_batches: Sequence[PackedBatch]) -> list[dict[str, torch.Tensor]]:
         return [dict(self._backend.hidden_states(batch)) for batch in micro_batches]

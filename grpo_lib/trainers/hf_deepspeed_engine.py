@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_lib.config import TrainerConfig
+from grpo_lib.errors import GrpoError
 from grpo_lib.trainers.hf_deepspeed_model import TokenLogprobModel
 
 
@@ -112,7 +113,16 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
     os.environ.setdefault("LOCAL_RANK", "0")  # a rank sees one device only
     import deepspeed
 
+    # transformers may have imported it first, and an accelerator is chosen once in a process.
+    accelerator: Any = deepspeed.get_accelerator()
+    found = accelerator.device_name()
+    if found != device.type:
+        raise GrpoError(
+            f"DeepSpeed runs on {found!r}, the trainer on {device.type!r}; set DS_ACCELERATOR={device.type}"
+        )
     # Else it compiles a shared-memory operator for minutes, and a killed build leaves a lock that hangs later runs.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
+    deepspeed.init_distributed(
+        dist_backend="nccl" if device.type == "cuda" else "gloo", dist_init_required=False, verbose=False
+    )
     return deepspeed

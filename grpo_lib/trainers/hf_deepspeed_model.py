@@ -15,11 +15,12 @@ from grpo_lib.config import TrainerConfig
 from grpo_lib.data.models import SUPPORTED_FAMILIES
 from grpo_lib.errors import DataError, GrpoError
 from grpo_lib.trainers.hf_checkpoint import HfFolder
+from grpo_lib.trainers.hf_deepspeed_attention import DOCUMENT_ATTENTION, DocumentGroups
 from grpo_lib.trainers.output_head import HeadOptions, projected_logprobs
 from grpo_lib.trainers.varlen_attention import DocumentKernel
 
 TIED_HEAD = "lm_head.weight"
-DOCUMENT_ATTENTION = "grpo_documents"  # name that transformers knows our attention by
+KERNEL_ATTENTION = "grpo_varlen"  # name that transformers knows the attention of `use_kernel` by
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -90,12 +91,15 @@ class TokenLogprobModel(nn.Module):
             position_ids: [B, T] int64, restarting at 0 with each document.
             labels: [n] int64.
             positions: [n] int64, in the flattened [B, T].
-            cu_lens: [documents + 1] int32, for `DOCUMENT_ATTENTION`.
+            cu_lens: [documents + 1] int32, for `KERNEL_ATTENTION`; else documents start where positions are 0.
             max_len: Longest document.
         """
-        # Without boundaries transformers reads them off the position ids, but only without a mask and without a cache:
-        # given either, documents see each other and nothing says so.
-        boundaries = {} if cu_lens is None else {"document_bounds": cu_lens, "longest_document": max_len}
+        # Boundaries are handed down to the attention of every layer; transformers itself gets no mask and no cache.
+        boundaries = (
+            {"documents": DocumentGroups.of(position_ids)}
+            if cu_lens is None
+            else {"document_bounds": cu_lens, "longest_document": max_len}
+        )
         output = self.body(
             input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False, **boundaries
         )
@@ -135,7 +139,7 @@ def build_model(
     """The folder's model with unset weights, made inside `init_context`, which decides on the device.
 
     Args:
-        kernel: Attention that is told the boundaries; None is PyTorch's with a block mask from the position ids.
+        kernel: Attention for documents in one row; None is `DOCUMENT_ATTENTION`.
 
     Raises:
         DataError: the family is not supported, or the model draws random numbers while training.
@@ -151,7 +155,7 @@ def build_model(
         raise DataError(
             f"config.json: attention_dropout ({hf_config.attention_dropout}) must be 0 for the hf_deepspeed trainer"
         )
-    attention = "sdpa" if kernel is None else use_kernel(kernel)
+    attention = DOCUMENT_ATTENTION if kernel is None else use_kernel(kernel)
     with no_init_weights(), init_context:
         lm = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention)
     lm.tie_weights()
@@ -184,12 +188,12 @@ def use_kernel(kernel: DocumentKernel) -> str:
     ) -> tuple[torch.Tensor, None]:
         """[1, heads, N, head_dim] each → [1, N, heads, head_dim]."""
         if document_bounds is None or longest_document is None or attention_mask is not None or sliding_window:
-            raise GrpoError(f"{DOCUMENT_ATTENTION}: one row, its document bounds, no mask and no window are needed")
+            raise GrpoError(f"{KERNEL_ATTENTION}: one row, its document bounds, no mask and no window are needed")
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return kernel(q, k, v, document_bounds, longest_document, scaling)[None], None
 
-    AttentionInterface.register(DOCUMENT_ATTENTION, attend)
-    return DOCUMENT_ATTENTION
+    AttentionInterface.register(KERNEL_ATTENTION, attend)
+    return KERNEL_ATTENTION
 
 
 def check_folder(folder: HfFolder, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_lib.algo.faults import Fault, faulty_batch, visible_tokens
 from grpo_lib.interfaces import PolicyLoss
@@ -27,7 +27,7 @@ class HfReference:
     """Scores, hidden states and gradients of packed batches, as configured or under a `Fault`.
 
     Args:
-        model_path: Hugging Face folder; its weights are used where no version is asked for.
+        model_path: Hugging Face folder, of which only the config is read.
         dtype: Compute dtype, ``"float32"`` or ``"bfloat16"``.
         temperature: Sampling temperature that log-probabilities are taken at.
         version: Policy version that the scorers under suspicion should hold.
@@ -49,8 +49,8 @@ class HfReference:
             raise ValueError(f"reference weights are of versions {sorted(weights)}; version {version} is missing")
         self.temperature, self.version, self.versions = temperature, version, tuple(sorted(weights))
         self._weights, self._fp32_head = dict(weights), fp32_head
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=getattr(torch, dtype), attn_implementation="eager"
+        self._model: Any = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(model_path), dtype=getattr(torch, dtype), attn_implementation="eager"
         ).eval()
         # PyTorch drops the gradient of an embedding's padding token; a policy may sample that token and train on it.
         self._model.get_input_embeddings().padding_idx = None

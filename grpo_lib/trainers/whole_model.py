@@ -126,3 +126,14 @@ def restore_state(trainer: InspectableTrainer, folder: Path) -> None:
         raise DataError(f"{folder} holds no complete training state: {error}") from error
     trainer.policy_version = version
     dist.barrier()
+
+
+def load_hf_weights(trainer: InspectableTrainer, source: HfFolder) -> None:
+    """Weights of a Hugging Face folder of the same model; moments and policy version stay as they are.
+
+    Raises:
+        DataError: the folder holds another model's tensors.
+    """
+    source.check_tensors({entry.name: entry.shape for entry in trainer.manifest().entries})
+    trainer.load_state(StateKind.WEIGHT, lambda name: source.tensor(name).float())
+    dist.barrier()

@@ -13,8 +13,9 @@ import torch
 from grpo_lib.config import RolloutConfig
 from grpo_lib.data.models import resolve_model_path
 from grpo_lib.rollout.vllm_engine import VllmEngine
-from grpo_lib.types import Bucket, GenerationRequest, SamplingParams, WeightEntry, WeightManifest
+from grpo_lib.types import Bucket, GenerationRequest, SamplingParams, SenderReport, WeightEntry, WeightManifest
 from grpo_lib.weight_sync.gloo_channel import GlooSender, WireTensor
+from grpo_lib.weight_sync.sender import EngineClient, OpenChannel, WeightSender
 
 SHIPPED = resolve_model_path("builtin:tiny_qwen3")
 VOCAB = 264
@@ -89,6 +90,27 @@ class HfTrainer:
         ids = torch.tensor([[*prompt, *response.tolist()]])
         with torch.no_grad():
             return self.model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].argmax(-1).numpy()
+
+
+@dataclass
+class LocalRank:
+    """A trainer of one rank in this process."""
+
+    trainer: HfTrainer
+    open_channel: OpenChannel | None = None
+
+    def __post_init__(self) -> None:
+        trainer: Any = self.trainer  # has what a sender needs of a trainer, and no more
+        self.sender = WeightSender(trainer, backend="cpu_gloo", rank=0, open_channel=self.open_channel)
+
+    def arrive(self, *, deadline_s: float, setting: str) -> None:
+        del deadline_s, setting
+
+    def connect_weights(self, client: EngineClient, *, port: int, deadline_s: float, setting: str) -> None:
+        self.sender.connect(client, port=port, timeout_s=deadline_s)
+
+    def push_weights(self, policy_version: int, *, deadline_s: float, setting: str) -> SenderReport:
+        return self.sender.push(policy_version)
 
 
 class BreakableEngine(VllmEngine):

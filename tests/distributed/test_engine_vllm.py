@@ -29,12 +29,10 @@ from grpo_lib.types import (
     FinishReason,
     GenerationRequest,
     SamplingParams,
-    SenderReport,
     TrainingSample,
     VersionSpan,
 )
 from grpo_lib.weight_sync.canary import DecodeCanary
-from grpo_lib.weight_sync.sender import EngineClient, OpenChannel, WeightSender
 from grpo_lib.weight_sync.sync import CertifiedWeightSync
 from tests.distributed.engine_parts import (
     MAX_MODEL_LEN,
@@ -43,6 +41,7 @@ from tests.distributed.engine_parts import (
     VOCAB,
     EngineFactory,
     HfTrainer,
+    LocalRank,
     flipping,
     request,
     tiny_qwen3,
@@ -60,27 +59,6 @@ SUMS = tuple(
     for x, y in ((1, 2), (13, 4), (84, 7), (99, 9), (50, 0))
 )
 FP32 = 1e-5  # nats between two correct fp32 implementations of this model
-
-
-@dataclass
-class LocalRank:
-    """A trainer of one rank in this process."""
-
-    trainer: HfTrainer
-    open_channel: OpenChannel | None = None
-
-    def __post_init__(self) -> None:
-        trainer: Any = self.trainer  # has what a sender needs of a trainer, and no more
-        self.sender = WeightSender(trainer, backend="cpu_gloo", rank=0, open_channel=self.open_channel)
-
-    def arrive(self, *, deadline_s: float, setting: str) -> None:
-        del deadline_s, setting
-
-    def connect_weights(self, client: EngineClient, *, port: int, deadline_s: float, setting: str) -> None:
-        self.sender.connect(client, port=port, timeout_s=deadline_s)
-
-    def push_weights(self, policy_version: int, *, deadline_s: float, setting: str) -> SenderReport:
-        return self.sender.push(policy_version)
 
 
 @dataclass

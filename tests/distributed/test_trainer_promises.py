@@ -110,10 +110,8 @@ def test_families_equal_hugging_face(
 def test_families_equal_hugging_face_in_bf16(
     one_rank: RankPool, tiny_models: dict[str, Path], case: BackendCase, family: str
 ) -> None:
-    """Kernels round otherwise for another shape, and transformers sees the packs as they are."""
     (scores,) = one_rank.run(score_in, case, tiny_models[family], "bfloat16")
-    difference = largest_difference(scores, hf_scores(tiny_models[family], torch.bfloat16))
-    assert difference <= (5e-3 if case.backend == "olmo_core" else 5e-2)
+    assert largest_difference(scores, hf_scores(tiny_models[family], torch.bfloat16)) <= 5e-3
 
 
 def train_in_bf16(rank: int, num_ranks: int, case: BackendCase, model: Path) -> tuple[Any, ...]:
@@ -313,10 +311,6 @@ def test_nan_on_one_rank_stops_every_rank_and_names_the_sample(
         if int(s.input_ids[0]) in ids_of[1] and int(s.input_ids[0]) not in ids_of[0]
     )
     named = [s.sample_id for s in samples() if token in s.input_ids]
-    if case.backend == "hf_deepspeed":
-        # Its attention masks by weights of 0, and 0 times NaN is NaN: all documents of the pack are hit.
-        rows = [row for batch in PLAN.micro_batches[1] for row in batch.sample_ids]
-        named = [sample_id for row in rows if set(row) & set(named) for sample_id in row]
     messages = two_ranks.run(poison_one_token, case, tiny_models["qwen3"], token)
     assert messages[0] == messages[1]
     message, gradients_are_dropped = messages[0]

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from grpo_lib.algo.packing import pack
 from grpo_lib.errors import DataError
-from grpo_lib.trainers.whole_model import dump_state, restore_state
+from grpo_lib.trainers.hf_checkpoint import HfFolder
+from grpo_lib.trainers.whole_model import dump_state, load_hf_weights, restore_state
 from grpo_lib.types import TRAINING_STATE, StateKind
 from tests.distributed.gloo_ranks import RankPool
 from tests.distributed.trainer_cases import (
@@ -99,6 +100,24 @@ def test_a_state_means_the_same_to_another_backend(
                 np.testing.assert_array_equal(state[kind][name], tensor.numpy())
         assert other_step == pytest.approx(step, rel=1e-5)
         assert largest_difference(other_weights, weights) <= 1e-6
+
+
+def train_and_load(rank: int, num_ranks: int, case: BackendCase, model: Path) -> Any:
+    trainer = case.build(rank, num_ranks, model)
+    before, scores = weights_of(trainer), trainer.logprobs(PLAN.micro_batches[rank][0])
+    train(trainer, rank, PLAN, 2)
+    moved = trainer.logprobs(PLAN.micro_batches[rank][0])
+    load_hf_weights(trainer, HfFolder(model))
+    again = trainer.logprobs(PLAN.micro_batches[rank][0])
+    return largest_difference(weights_of(trainer), before), torch.equal(again, scores), torch.equal(moved, scores)
+
+
+@each_backend
+def test_weights_of_a_model_folder_replace_those_that_were_trained(
+    two_ranks: RankPool, tiny_models: dict[str, Path], case: BackendCase
+) -> None:
+    for difference, same, unmoved in two_ranks.run(train_and_load, case, tiny_models["qwen3_tied"]):
+        assert (difference, same, unmoved) == (0, True, False)
 
 
 def restore_and_report(rank: int, num_ranks: int, case: BackendCase, model: Path, folder: Path) -> str:

@@ -190,6 +190,14 @@ def test_rollouts_of_a_finished_run_are_taken_without_a_start(night: FlowRun, da
     assert not paths.run.exists()
 
 
+def test_finished_runs_are_compared_where_they_are_named(data: Any) -> None:
+    assert data.comparison is None, "nobody named any"
+    folder = str(data.paths.run)
+    report = parity_gate.compare(data.config, replace(data.setup, runs_a=(folder,), runs_b=(folder,)))
+    assert report["verdict"] != "PASS", "one run, compared with itself, proves nothing"
+    assert report["tables"]["outcomes"]
+
+
 def test_a_sabotaged_record_ends_the_run_with_an_error_and_the_report_stored(night: FlowRun, data: Any) -> None:
     """The index now says of two steps that each was trained on the other's rollouts."""
     index, stored = data.paths.rollout_index, data.paths.parity
@@ -215,6 +223,9 @@ def test_a_sabotaged_record_ends_the_run_with_an_error_and_the_report_stored(nig
     assert report == artifact(latest, "gate", "parity")
     failed = [check for check in report["checks"] if check["verdict"] == "FAIL"]
     assert any("identical inputs" in check["name"] for check in failed)
+    causes = {row["cause"] for row in report["tables"]["diagnosis"]}
+    assert causes, "a FAIL of the replay is bisected"
+    assert all(cause in done.stdout + done.stderr for cause in causes)
     assert {"parity", "verdict:FAIL"} <= latest.user_tags
     assert read_history(history_path(data.config)).nights[-1].verdict is ParityVerdict.FAIL
 

@@ -208,7 +208,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         name="stale weights in the engine",
-        made_in="engine",
+        made_in="sampler",
         cause=Cause.STALE_WEIGHTS,
         subject="engine decode",
         points_at=("weights of version 1 instead of 2",),
@@ -216,7 +216,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         name="root-level parameter not synced",
-        made_in="engine",
+        made_in="sampler",
         cause=Cause.STALE_TENSORS,
         subject="engine decode",
         points_at=("root-level tensor model.norm.weight of version 1 instead of 2",),
@@ -224,7 +224,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         name="no root-level parameter synced",
-        made_in="engine",
+        made_in="sampler",
         cause=Cause.STALE_TENSORS,
         subject="engine decode",
         points_at=("root-level tensors model.embed_tokens.weight, model.norm.weight of version 1",),

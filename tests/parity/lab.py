@@ -141,11 +141,8 @@ class Lab:
         leader.restore_state(self.steps.versions[0])
         sides = [ReplaySide(trainer=trainer, config=config) for trainer in (leader, make_follower())]
         judged = bisect_replay(sides, steps, scratch=self.scratch(), read=StateFile, make_reference=self.reference)
-        digests = {batch.step: batch.content_digest for batch in steps}
         inputs = bisect_inputs(
             audit_inputs(steps, config),
-            digests=digests,
-            indexed=digests,
             groups=[group for batch in steps for group in batch.groups],
             other_run=None if other_run is None else samples_by_tokens(other_run),
         )

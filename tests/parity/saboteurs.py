@@ -165,7 +165,7 @@ def drop_boundaries(backend: Any) -> Any:
         for block in backend._model.blocks.values():
             block.attention.backend._buckets = _OneDocument()
     else:
-        _change_inputs(backend, attention_mask=torch.ones_like)  # transformers then builds a causal mask of the row
+        _change_inputs(backend, documents=_one_document_a_row)
     return backend
 
 
@@ -186,18 +186,29 @@ def lose_doc_lens(backend: Any) -> Any:
 
 
 def run_positions_on(backend: Any) -> Any:
-    """Rotary positions count through the row; attention keeps what boundaries it has of its own."""
+    """Positions count through the row. Attention of the Hugging Face trainer goes by them too; OLMo-core's does not."""
     if is_olmo(backend):
         for block in backend._model.blocks.values():
             rope = block.attention.rope
             forward = rope.forward
             rope.forward = lambda *args, forward=forward, **options: forward(*args, **{**options, "cu_doc_lens": None})
     else:
-        _change_inputs(backend, position_ids=lambda ids: torch.arange(ids.shape[1]).expand_as(ids))
+        _change_inputs(backend, position_ids=_run_on, documents=_one_document_a_row)
     return backend
 
 
-def _change_inputs(backend: Any, **changes: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _run_on(input_ids: torch.Tensor) -> torch.Tensor:
+    """Positions that count through each row."""
+    return torch.arange(input_ids.shape[1]).expand_as(input_ids)
+
+
+def _one_document_a_row(input_ids: torch.Tensor) -> Any:
+    from grpo_lib.trainers.hf_deepspeed_attention import DocumentGroups
+
+    return DocumentGroups.of(_run_on(input_ids))
+
+
+def _change_inputs(backend: Any, **changes: Callable[[torch.Tensor], Any]) -> None:
     """Give the Hugging Face model other arguments than the backend does, made from its input ids."""
 
     def hook(_module: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

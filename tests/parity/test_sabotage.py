@@ -8,18 +8,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from grpo_lib.config import with_overrides
 from grpo_lib.errors import ParityFailure
-from grpo_lib.parity.bisect import Cause, Finding
+from grpo_lib.parity.bisect import Cause, Diagnosis, Finding
+from grpo_lib.parity.bisect_replay import ReplaySide, StoredScores, bisect_replay
+from grpo_lib.parity.bisect_verdicts import bisect_report
+from grpo_lib.parity.probe import StoredLogprobs
+from grpo_lib.parity.replay_inputs import ReplayBatch
 from grpo_lib.parity.report import gate, render, to_dict
+from grpo_lib.stages.replay_files import StateFile
 from grpo_lib.types import PackedBatch, ParityVerdict
 from tests.parity import saboteurs
-from tests.parity.cases import CASES, Case
+from tests.parity.cases import CASES, Case, replaced_rollouts
 from tests.parity.lab import BACKENDS, Lab, Outcome
-from tests.parity.local_trainers import LocalTrainer, build_backend
 from tests.parity.stored_steps import Sampler, draw_step
 
 REPETITIONS = 40
@@ -105,21 +110,17 @@ def test_noise_in_a_gradient_is_not_taken_for_other_advantages(lab: Lab) -> None
 def test_positions_that_run_on_change_nothing_where_the_mask_is_right(lab: Lab) -> None:
     """Rotary attention sees differences of positions only, and inside a document those are the same.
 
-    Angles are larger, so they round otherwise. AdamW's first step at epsilon 1e-8 would make a whole step of that where
-    a gradient is nothing but rounding.
+    Larger angles round otherwise, and no more; so one pack is a micro-batch here, and positions run on to 64.
     """
-    config = with_overrides(lab.config, ["trainer.adam_eps=1e-6"])
-    leader = LocalTrainer(build_backend("hf_deepspeed", config, lab.model), config, name="hf_deepspeed")
-
-    def follower() -> LocalTrainer:
-        backend = saboteurs.run_positions_on(build_backend("olmo_core", config, lab.model))
-        return LocalTrainer(backend, config, name="suspect")
-
-    outcome = lab.replay(leader, follower, config=config)
+    outcome = lab.replay(
+        lab.healthy("hf_deepspeed"),
+        lambda: lab.suspect(saboteurs.run_positions_on(lab.backend("olmo_core"))),
+        config=with_overrides(lab.config, ["trainer.micro_batch_packs=1"]),
+    )
     assert outcome.report.verdict is ParityVerdict.PASS
     assert outcome.diagnosis.findings == ()
     apart = [row["max |dlogprob|"] for row in outcome.report.tables["lockstep"]]
-    assert all(isinstance(value, float) and 0 < value < config.parity.replay_max_abs for value in apart)
+    assert all(isinstance(value, float) and 0 < value < lab.config.parity.replay_max_abs for value in apart)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -165,3 +166,43 @@ def test_bisect_finds_nothing_where_nothing_is_wrong(lab: Lab) -> None:
     for version, batch in enumerate(lab.steps.batches):
         outcome = lab.probe(batch.groups, version=version)
         assert (outcome.report.verdict, outcome.diagnosis.findings) == (ParityVerdict.PASS, ())
+
+
+# -- what the engine stored, in a replay -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agreed", [True, False])
+@pytest.mark.parametrize("foreign", [True, False])
+def test_drift_of_replayed_weights_is_not_the_engines_fault(lab: Lab, agreed: bool, foreign: bool) -> None:
+    """Weights that drifted by rounding put every token a little off; samples put in later stand out from that."""
+    steps = replaced_rollouts(lab, forge_seeds=True) if foreign else lab.steps.batches
+    leader = lab.healthy("olmo_core")
+    leader.restore_state(lab.steps.versions[0])
+
+    def drifted(batch: ReplayBatch, version: int) -> StoredScores:
+        rng = np.random.default_rng(version)
+        scores = {
+            key: values + 1e-5 * rng.standard_t(3, len(values))
+            for key, values in StoredLogprobs().score(batch.groups).items()
+        }
+        return StoredScores(scores=scores, batches=lab.scoring_batches(batch.groups), agreed=agreed)
+
+    judged = bisect_replay(
+        [ReplaySide(trainer=leader, config=lab.config)],
+        steps,
+        scratch=lab.scratch(),
+        read=StateFile,
+        make_reference=lab.reference,
+        read_stored=drifted,
+    )
+    findings = Diagnosis.merged([step.diagnosis for step in judged]).findings
+    verdict = bisect_report(judged, Diagnosis(), lab.config.parity).verdict
+    if not agreed:
+        assert (verdict, findings[0].subject) == (ParityVerdict.FAIL, "engine decode")
+    elif foreign:
+        (finding,) = findings
+        assert (finding.cause, finding.where) == (Cause.FOREIGN_ROLLOUTS, "e0.p2-3/5, e0.p2-11/0")
+        assert [step.step for step in judged][-1] == 2, "the walk ends where something is wrong"
+    else:
+        assert (verdict, findings) == (ParityVerdict.PASS, ())
+        assert [step.name for step in judged] == ["engine decode", "olmo_core"] * 3

@@ -116,3 +116,13 @@ def test_the_card_receives_everything(cards_parity: ModuleType) -> None:
     card = RecordingCard()
     cards_parity.gate_card(gate_report(), TOLERANCES, card=card)
     assert len(card.components) == len(rendered(cards_parity))
+
+
+def test_a_comparison_shows_its_verdict_and_every_table_but_curves(cards_parity: ModuleType) -> None:
+    card = RecordingCard()
+    plain = to_dict(report())
+    plain["tables"] = {"outcomes": [{"what": "accuracy", "a": 0.5}], "curves": [{"side": "A"}], "counts": []}
+    cards_parity.comparison_card(plain, card=card)
+    parts = [component.render() for component in card.components]
+    assert [part["source"] for part in by_type(parts, "markdown")] == ["# Comparison of runs: PASS", "## Outcomes"]
+    assert by_type(parts, "table")[1]["data"] == [["accuracy", "0.5"]]

@@ -42,6 +42,21 @@ def test_tensors_and_rows_come_back(tmp_path: Path) -> None:
     assert folder.rows("b", 4, 4).shape == (0,)  # the empty shard of a small vector on many ranks
 
 
+@pytest.mark.parametrize(("name", "start", "stop"), [("a", 0, 15), ("a", 4, 11), ("a", 3, 6), ("a", 7, 7), ("b", 1, 3)])
+def test_any_run_of_elements_comes_back(tmp_path: Path, name: str, start: int, stop: int) -> None:
+    """ZeRO cuts tensors without regard to their rows."""
+    folder = HfFolder(make_folder(tmp_path, model=tensors()))
+    assert torch.equal(folder.flat(name, start, stop), tensors()[name].flatten()[start:stop])
+
+
+def test_a_tied_head_must_be_the_embedding_matrix(tmp_path: Path) -> None:
+    embeddings = torch.arange(6.0).view(3, 2)
+    HfFolder(make_folder(tmp_path / "copy", model={"e": embeddings, "h": embeddings.clone()})).check_tied_copy("h", "e")
+    apart = HfFolder(make_folder(tmp_path / "apart", model={"e": embeddings, "h": embeddings + 1}))
+    with pytest.raises(DataError, match=r"'h' differs from 'e', but config\.json says tie_word_embeddings"):
+        apart.check_tied_copy("h", "e")
+
+
 def test_only_the_indexed_files_are_read(tmp_path: Path) -> None:
     make_folder(tmp_path, model__1=tensors(), consolidated=tensors())
     (tmp_path / hf_checkpoint.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys("ab", "model-1.safetensors")}))
