@@ -42,7 +42,7 @@ TEMPERATURE = 0.7
 STOP = 2
 # AdamW's first step is g / (|g| + epsilon): at the recipe's 1e-8 a weight whose gradient is nothing but rounding moves
 # by a whole learning rate, in a direction that no two right trainers agree on. One such weight of these 31 thousand is
-# 1e-5 of their norm, the tolerance of lockstep, and one of forty set-ups had one.
+# 1e-5 of their norm, the tolerance of lockstep, and one of 31 set-ups had one.
 _OVERRIDES = (
     "trainer.adam_eps=1e-6",
     f"rollout.temperature={TEMPERATURE}",
