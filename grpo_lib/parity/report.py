@@ -251,7 +251,7 @@ def _time_rows(rows: Sequence[MetricRow]) -> list[dict[str, object]]:
 def render(report: Mapping[str, Any]) -> str:
     """The report of `to_dict` as aligned text, at most 120 columns wide."""
     checks = [{**check, **{key: visible(check[key]) for key in ("name", "evidence")}} for check in report["checks"]]
-    name_width = min(56, max((len(check["name"]) for check in checks), default=len("check")))
+    name_width = min(70, max((len(check["name"]) for check in checks), default=len("check")))
     lines = [f"{'verdict':<13}{'check':<{name_width}}  {'value':>10}  {'tolerance':>10}  {'observed':>11}"]
     lines.append("-" * len(lines[0]))
     for check in checks:
