@@ -47,14 +47,10 @@ class JoinedDocuments:
         return JoinedDocuments(is_kept=is_kept, lens=starts.diff(append=is_kept.sum()[None])[None])
 
     def padded_to(self, multiple: int) -> JoinedDocuments:
-        """The same documents, followed by fewer than `multiple` tokens of padding.
-
-        A document of padding is there even if it has no token: a compiled block would take a row of one document for a
-        case of its own.
-        """
-        if multiple == 1:
-            return self
+        """The same documents, followed by fewer than `multiple` tokens of padding."""
         num_padding = -int(self.lens.sum()) % multiple
+        if num_padding == 0:
+            return self
         lens = torch.cat([self.lens, self.lens.new_tensor([[num_padding]])], dim=1)
         return replace(self, lens=lens, num_padding=num_padding)
 

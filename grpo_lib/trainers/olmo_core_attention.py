@@ -37,8 +37,7 @@ class DocumentBuckets:
     def of(cu_doc_lens: torch.Tensor) -> DocumentBuckets:
         """From cumulative document lengths [documents + 1], which count all tokens of all rows."""
         bounds = cu_doc_lens.to(device="cpu", dtype=torch.int64)
-        holds_tokens = bounds.diff() > 0
-        starts, lengths = bounds[:-1][holds_tokens], bounds.diff()[holds_tokens]
+        starts, lengths = bounds[:-1], bounds.diff()
         size_class = torch.ceil(torch.log2(lengths.double()))
         restore = torch.empty(int(bounds[-1]), dtype=torch.int64)
         buckets, num_placed = [], 0

@@ -23,7 +23,7 @@ def test_the_row_of_the_docstring() -> None:
 
 
 @pytest.mark.parametrize(
-    ("multiple", "lens"), [(1, [2, 1, 3]), (3, [2, 1, 3, 0]), (4, [2, 1, 3, 2]), (256, [2, 1, 3, 250])]
+    ("multiple", "lens"), [(1, [2, 1, 3]), (3, [2, 1, 3]), (4, [2, 1, 3, 2]), (256, [2, 1, 3, 250])]
 )
 def test_padding_is_bounded_and_a_document_of_its_own(multiple: int, lens: list[int]) -> None:
     documents = JoinedDocuments.of(DOC_IDS, POSITIONS).padded_to(multiple)

@@ -132,12 +132,6 @@ def test_buckets_of_the_docstring() -> None:
     assert documents.restore.tolist() == [0, 1, 4, 5, 6, 7, 8, 2, 3]
 
 
-def test_a_document_without_tokens_has_no_bucket() -> None:
-    documents = DocumentBuckets.of(torch.tensor([0, 2, 2, 4, 4]))
-    assert [bucket.tolist() for bucket in documents.buckets] == [[[0, 1], [2, 3]]]
-    assert documents.restore.tolist() == [0, 1, 2, 3]
-
-
 def test_a_short_document_repeats_its_last_token() -> None:
     documents = DocumentBuckets.of(torch.tensor([0, 3, 7]))
     assert [bucket.tolist() for bucket in documents.buckets] == [[[0, 1, 2, 2], [3, 4, 5, 6]]]
