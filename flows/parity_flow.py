@@ -113,18 +113,18 @@ class ParityFlow(FlowSpec):
     @pool("gpu")
     @step
     def lockstep(self):
-        """Both trainers live: every stored step from the same weights and optimiser state."""
+        """Both trainers live: every stored step from the same weights and optimiser state; a FAIL is bisected."""
         from grpo_lib.stages import parity_gate
 
-        self.replayed = parity_gate.lockstep(self.config, self.frozen, trainers=self.backends)
+        self.replayed = parity_gate.lockstep(self.config, self.frozen, trainers=self.backends, free=self.joined.free)
         self.next(self.gate)
 
     @users_mistakes
-    @pool("gpu")
+    @pool("cpu")
     @card(type="blank", id="gate")
     @step
     def gate(self):
-        """The verdict, the causes of a FAIL, the night's line in the history, and what drifted; stored, not raised."""
+        """The verdict, the night's line in the history, and what drifted; stored, not raised."""
         from grpo_lib.stages import parity_gate
 
         report = parity_gate.report(

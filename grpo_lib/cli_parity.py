@@ -213,7 +213,7 @@ def _replay(options: argparse.Namespace) -> Report:
 
     trainers, modes = _chosen(options.trainers, TRAINERS), _chosen(options.modes, MODES)
     report = parity_replay.run(run, trainers=trainers, steps=options.steps, modes=modes)
-    return parity_bisect.explained(report, run, trainers=trainers)
+    return parity_bisect.with_causes(report, parity_bisect.causes_of(report, run, trainers=trainers))
 
 
 def _compare(options: argparse.Namespace) -> Report:

@@ -78,10 +78,10 @@ def run(run: StoredRun, *, a: str, b: str, step: int | None = None) -> dict[str,
     return to_dict(bisect_report(judged, _records(run, batches), run.config.parity))
 
 
-def explained(
+def causes_of(
     report: Mapping[str, Any], run_: StoredRun, *, trainers: Sequence[str], bisect: Callable[..., dict[str, Any]] = run
-) -> dict[str, Any]:
-    """A replay's report with the causes that bisect finds, if it FAILs; as it is otherwise.
+) -> dict[str, list[dict[str, Any]]]:
+    """Tables of what bisect finds behind a replay's report; none unless it FAILs.
 
     Args:
         report: `parity.report.to_dict` of a replay.
@@ -89,13 +89,20 @@ def explained(
         trainers: The leader first; each other one is judged beside it.
         bisect: `run` of this module, and what it is called like.
     """
-    if report["verdict"] != ParityVerdict.FAIL:
-        return dict(report)
+    tables: dict[str, list[dict[str, Any]]] = {}
+    if report["verdict"] == ParityVerdict.FAIL:
+        leader, *followers = trainers
+        for follower in followers:
+            for name, rows in _causes(run_, follower, leader, bisect).items():
+                tables.setdefault(name, []).extend(row for row in rows if row not in tables[name])
+    return tables
+
+
+def with_causes(report: Mapping[str, Any], causes: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """The report with the tables of `causes_of` after its own."""
     tables = {name: list(rows) for name, rows in report["tables"].items()}
-    leader, *followers = trainers
-    for follower in followers:
-        for name, rows in _causes(run_, follower, leader, bisect).items():
-            tables.setdefault(name, []).extend(row for row in rows if row not in tables[name])
+    for name, rows in causes.items():
+        tables[name] = [*tables.get(name, ()), *rows]
     return {**report, "tables": tables}
 
 

@@ -53,6 +53,7 @@ class Lockstep:
     """Every stored step, taken by the leader and by each follower from the leader's state."""
 
     steps: tuple[ReplayStep, ...]
+    causes: dict[str, list[dict[str, Any]]]  # tables of a bisect; empty unless the replay FAILs
     seconds: float
 
 
@@ -99,13 +100,21 @@ def join(
     return Joined(probe=probe, free=free, seconds=time.perf_counter() - started)
 
 
-def lockstep(config: RunConfig, frozen: FrozenRollouts, *, trainers: Sequence[str]) -> Lockstep:
-    """The first trainer and each other one side by side."""
+def lockstep(
+    config: RunConfig, frozen: FrozenRollouts, *, trainers: Sequence[str], free: Sequence[FreeRunning]
+) -> Lockstep:
+    """The first trainer and each other one side by side; a replay that FAILs is bisected here, where trainers can be.
+
+    Args:
+        free: From `join`; judged with the steps.
+    """
     started = time.perf_counter()
     run = frozen.open(config)
     leader, *followers = trainers
     steps = [step for follower in followers for step in parity_replay.lockstep(run, leader=leader, follower=follower)]
-    return Lockstep(steps=tuple(steps), seconds=time.perf_counter() - started)
+    judged = parity_replay.judge(run, lockstep=steps, free=free)
+    causes = parity_bisect.causes_of(judged, run, trainers=trainers)
+    return Lockstep(steps=tuple(steps), causes=causes, seconds=time.perf_counter() - started)
 
 
 def report(
@@ -119,12 +128,12 @@ def report(
     joined: Joined,
     lockstep: Lockstep,
 ) -> GateReport:
-    """The verdict; the report and the night are written down. A replay that FAILs is bisected; nothing is raised."""
+    """The verdict; the report and the night are written down. Nothing is raised for a FAIL."""
     started = time.perf_counter()
     trainers = [one.trainer for one in measurements]
     run = frozen.open(config)
     replayed = parity_replay.judge(run, lockstep=lockstep.steps, free=joined.free)
-    parity = _merged(parity_bisect.explained(replayed, run, trainers=trainers), joined.probe)
+    parity = _merged(parity_bisect.with_causes(replayed, lockstep.causes), joined.probe)
     seconds = {
         "rollouts": frozen.seconds,
         **{f"measure {one.trainer}": one.seconds for one in measurements},

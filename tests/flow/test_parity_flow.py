@@ -223,9 +223,6 @@ def test_a_sabotaged_record_ends_the_run_with_an_error_and_the_report_stored(nig
     assert report == artifact(latest, "gate", "parity")
     failed = [check for check in report["checks"] if check["verdict"] == "FAIL"]
     assert any("identical inputs" in check["name"] for check in failed)
-    causes = {row["cause"] for row in report["tables"]["diagnosis"]}
-    assert causes, "a FAIL of the replay is bisected"
-    assert all(cause in done.stdout + done.stderr for cause in causes)
     assert {"parity", "verdict:FAIL"} <= latest.user_tags
     assert read_history(history_path(data.config)).nights[-1].verdict is ParityVerdict.FAIL
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from grpo_lib.errors import DataError
 from grpo_lib.parity.bisect import DIAGNOSIS
-from grpo_lib.stages.parity_bisect import explained
+from grpo_lib.stages.parity_bisect import causes_of, with_causes
 from grpo_lib.stages.stored_run import StoredRun
 
 RUN = cast("StoredRun", object())
@@ -25,6 +25,10 @@ def bisected(findings: list[dict[str, Any]], calls: list[tuple[str, str]]):
         return {"tables": {DIAGNOSIS: findings, "judged_steps": [{"step": 1, "name": a}, {"step": 1, "name": b}]}}
 
     return bisect
+
+
+def explained(given: dict[str, Any], run: StoredRun, *, trainers: tuple[str, ...], bisect: Any) -> dict[str, Any]:
+    return with_causes(given, causes_of(given, run, trainers=trainers, bisect=bisect))
 
 
 def test_only_a_fail_is_bisected() -> None:
