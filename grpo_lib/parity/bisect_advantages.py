@@ -26,6 +26,7 @@ _MIN_ELEMENTS = 8192
 _IS_SUM = 1e-3  # relative rest of a gradient that is a sum of the documents' gradients
 _EXPLAINED = 0.02  # share of the difference of advantages that a cause may leave over
 _SIGMAS = 8.0
+_ROUNDING = 1e-3  # of the largest advantage: fp32 gradients give advantages back to 1e-4, and no mistake is so small
 _SEED = 20_240  # of the sample of elements
 
 
@@ -77,8 +78,9 @@ class Recovered:
 
     @property
     def off(self) -> np.ndarray:
-        """[units] bool: whether a value is not the true one, beyond its error and the usual one."""
-        return np.abs(self.values - self.true) > _SIGMAS * np.maximum(self.errors, np.median(self.errors))
+        """[units] bool: whether a value is not the true one, beyond its error, the usual one, and rounding."""
+        noise = _SIGMAS * np.maximum(self.errors, np.median(self.errors))
+        return np.abs(self.values - self.true) > np.maximum(noise, _ROUNDING * np.abs(self.true).max())
 
     @property
     def members(self) -> list[Member]:

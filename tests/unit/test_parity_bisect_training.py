@@ -221,6 +221,16 @@ def test_changed_advantages_are_named_by_document(factor: float, says: str) -> N
         assert row["trained_with"] == pytest.approx(factor * true[str(row["documents"])], abs=1e-4)
 
 
+def test_rounding_changes_no_advantage() -> None:
+    """Under a tolerance that rounding breaks, a step is unexplained, not a mistake."""
+    plan = scripted_plan()
+    some = {"e0.p1/0", "e0.p2/3"}
+    rounded = with_advantages(plan, lambda key, value: value * (1 + 1e-4) if key in some else value)
+    step = taken(right_gradient(rounded), plan=plan)
+    found = bisect_gradient(step, REFERENCE, gradient_distance(step, REFERENCE)).findings
+    assert {finding.cause for finding in found} <= {Cause.UNEXPLAINED}
+
+
 def test_a_gradient_that_is_no_sum_of_documents_is_unexplained() -> None:
     noise = {
         name: tensor + 0.02 * torch.randn(tensor.shape) for name, tensor in right_gradient(scripted_plan()).items()
