@@ -225,7 +225,7 @@ def test_rounding_changes_no_advantage() -> None:
     """Under a tolerance that rounding breaks, a step is unexplained, not a mistake."""
     plan = scripted_plan()
     some = {"e0.p1/0", "e0.p2/3"}
-    rounded = with_advantages(plan, lambda key, value: value * (1 + 1e-4) if key in some else value)
+    rounded = with_advantages(plan, lambda key, value: value * (1 + 8e-4) if key in some else value)
     step = taken(right_gradient(rounded), plan=plan)
     found = bisect_gradient(step, REFERENCE, gradient_distance(step, REFERENCE)).findings
     assert {finding.cause for finding in found} <= {Cause.UNEXPLAINED}
