@@ -55,6 +55,14 @@ def report(verdict: str = "PASS") -> dict[str, Any]:
     return {"verdict": verdict, "checks": [check], "tables": {"steps": [{"step": 1, "distance": 0.25}]}}
 
 
+def _without_causes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bisect that finds nothing, for the reports of replay."""
+    module = ModuleType("grpo_lib.stages.parity_bisect")
+    module.__dict__.update(causes_of=lambda report, run, *, trainers: {}, with_causes=lambda report, causes: report)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(stages, "parity_bisect", module, raising=False)
+
+
 class Stage:
     """Stands in for `run` of a stage module and keeps what it was given."""
 
@@ -63,6 +71,8 @@ class Stage:
         module.__dict__["run"] = self
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(stages, name, module, raising=False)
+        if name == "parity_replay":
+            _without_causes(monkeypatch)
         self._answer = answer
         self.runs: list[Any] = []
         self.options: dict[str, Any] = {}
