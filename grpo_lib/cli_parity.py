@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from grpo_lib.config import TrainerConfig, with_overrides
+from grpo_lib.config import TRAINERS, with_overrides
 from grpo_lib.errors import ConfigError, GrpoError
 from grpo_lib.types import ParityVerdict
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 NO_VERDICT = 2
 EXIT_CODES: Mapping[str, int] = {ParityVerdict.PASS: 0, ParityVerdict.FAIL: 1, ParityVerdict.INCONCLUSIVE: 3}
-TRAINERS: tuple[str, ...] = get_args(TrainerConfig.model_fields["backend"].annotation)
 MODES = ("lockstep", "free")
 _SETTINGS = "parity."
 

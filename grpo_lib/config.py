@@ -196,6 +196,9 @@ class TrainerConfig(_Section):
     compile: bool = Field(default=False, description="Compile transformer blocks; for bfloat16 on GPUs.")
 
 
+TRAINERS: tuple[str, ...] = get_args(TrainerConfig.model_fields["backend"].annotation)  # all backends, by name
+
+
 class LoopConfig(_Section):
     """The GRPO loop."""
 

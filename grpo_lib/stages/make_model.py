@@ -151,13 +151,6 @@ def run(like: str, out: Path, *, dtype: str = "bfloat16", seed: int = 0, device:
     )
 
 
-def facts_of(shape: str) -> ModelFacts:
-    """What the config of a named shape says."""
-    with tempfile.TemporaryDirectory() as scratch:
-        _write_companions(shape, Path(scratch) / "shape")
-        return read_model_config(Path(scratch) / "shape" / "config.json")
-
-
 def _write_companions(like: str, folder: Path) -> None:
     """Config, generation config and tokenizer: those of a given folder, or ours."""
     folder.mkdir()

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
-from grpo_lib.config import RunConfig, TrainerConfig
+from grpo_lib.config import TRAINERS, RunConfig
 from grpo_lib.data.files import storage_errors
 from grpo_lib.errors import ConfigError, DataError, GrpoError
 from grpo_lib.interfaces import ReplayTrainer
@@ -38,7 +38,6 @@ from grpo_lib.trainers.hf_reference import HfReference
 from grpo_lib.types import ParityVerdict
 
 ENGINE = "engine"
-TRAINERS: tuple[str, ...] = get_args(TrainerConfig.model_fields["backend"].annotation)
 _VERSIONS_BEFORE = 2  # that a step's suspects may have stayed at
 
 

@@ -15,8 +15,7 @@ import pytest
 
 from grpo_lib import stages
 from grpo_lib.cli import main
-from grpo_lib.cli_parity import TRAINERS
-from grpo_lib.config import config_hash, resolve
+from grpo_lib.config import TRAINERS, config_hash, resolve
 from grpo_lib.errors import RankFailure
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.stored_run import StoredRun, write_run
