@@ -15,7 +15,6 @@ head and label, and 12 · layers · heads · head_dim · sum(length²) / 2 for c
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import math
 import os
@@ -27,12 +26,13 @@ import time
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from card import product_tflops, the_card
 
 TOKENS = 10_240
 DOCUMENTS = (10, 4, 1)
@@ -92,13 +92,11 @@ CASES = (
 
 def run_case(case: Case, config: Mapping[str, Any], *, lock: Path, repeats: int, deadline_s: float) -> dict[str, Any]:
     """Import, wait for the card, measure."""
-    import torch
-
     import_trainer(case.trainer)
     with the_card(lock):
         started = time.monotonic()
         row: dict[str, Any] = {"case": case.name, "settings": dict(case.settings), "packs": []}
-        row["product_tflops_before"] = product_tflops(torch)
+        row["product_tflops_before"] = product_tflops()
         steps = steps_of(case, config)
         row["start_s"] = time.monotonic() - started
         for num_documents in DOCUMENTS:
@@ -106,17 +104,10 @@ def run_case(case: Case, config: Mapping[str, Any], *, lock: Path, repeats: int,
                 row["stopped"] = f"{deadline_s:g} s were over before the pack of {num_documents} documents"
                 break
             row["packs"].append(measured(steps, config, num_documents, repeats))
-        row["product_tflops_after"] = product_tflops(torch)
+        row["product_tflops_after"] = product_tflops()
         row.update(explained(steps, config))
         row["card_s"] = time.monotonic() - started
     return row
-
-
-@contextmanager
-def the_card(lock: Path) -> Iterator[None]:
-    with lock.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def import_trainer(trainer: str) -> None:
@@ -342,20 +333,6 @@ def step_flop(config: Mapping[str, Any], num_documents: int) -> float:
     return 6 * layers * block * TOKENS + 6 * config["vocab_size"] * hidden * labels + attention
 
 
-def product_tflops(torch: Any) -> float:
-    """Of a large bfloat16 product: what the card gives at this moment."""
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    b = torch.empty_like(a)
-    for _ in range(3):
-        torch.mm(a, a, out=b)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(10):
-        torch.mm(a, a, out=b)
-    torch.cuda.synchronize()
-    return 10 * 2 * 8192**3 / (time.perf_counter() - start) / 1e12
-
-
 def explained(steps: Steps, config: Mapping[str, Any]) -> dict[str, Any]:
     """Where the host waited in a step, and the kernels that took most of one."""
     import torch
@@ -500,7 +477,7 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="print the kernels of each case")
     parser.add_argument("--tiny", action="store_true", help="a model of two small layers, to try the script itself")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--lock", type=Path, help="file lock of the card; the script waits for it")
     arguments = parser.parse_args()
     config = _TINY if arguments.tiny else QWEN3_4B
     if arguments.worker:
@@ -514,7 +491,8 @@ def main() -> None:
             row = {"case": case.name, "failed": f"{type(error).__name__}: {error}"[:300], "log": text[-3000:]}
         arguments.out.write_text(json.dumps(row))
         os._exit(0)  # process groups and compilers leave threads behind that wait for nothing
-    rows = run_all([case for case in CASES if arguments.only in case.name], arguments)
+    with the_card(arguments.lock):
+        rows = run_all([case for case in CASES if arguments.only in case.name], arguments)
     arguments.out.write_text(json.dumps({"versions": versions(), "cases": [asdict(c) for c in CASES], "rows": rows}))
     print(table(rows))
     if arguments.kernels:
