@@ -484,7 +484,7 @@ class SenderReport:
     """What rank 0 sent in one push, measured on the very tensors that went out."""
 
     policy_version: int  # the trainer's own
-    checksums: Mapping[str, int]  # Hugging Face name → `algo.checksum`, in the order sent
+    checksums: Mapping[str, int]  # Hugging Face name → `NamedChecksums` of `algo.checksum`, in the order sent
     num_bytes: int
     seconds: float
 
@@ -493,7 +493,7 @@ class SenderReport:
 class WeightReceipt:
     """What one engine worker received in one push, measured behind the wire and before the model fuses it."""
 
-    checksums: Mapping[str, int]  # Hugging Face name → `algo.checksum`
+    checksums: Mapping[str, int]  # Hugging Face name → likewise
     num_bytes: int
     unloaded: tuple[str, ...]  # the worker's parameters that no received tensor reached
 

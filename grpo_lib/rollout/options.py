@@ -10,6 +10,8 @@ from typing import Any
 from grpo_lib.config import RolloutConfig
 
 WORKER_EXTENSION = "grpo_lib.rollout.vllm_worker.WeightTap"
+# How vLLM knows our backends, where it differs: it has an `ipc` of its own. The receivers are vLLM plugins.
+_BACKEND_OF_VLLM = {"ipc": "cuda_ipc"}
 _GREEDY_TEMPERATURE = "grpo_lib.rollout.greedy_temperature:GreedyTemperature"
 
 # Smallest block the CPU attention kernel is optimised for. vLLM's default of 128 would let 64 MiB of KV cache hold
@@ -56,6 +58,8 @@ def prepare_process(threads: int) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # It samples from truncated distributions only, which no run of ours asks for, and compiles its kernels at start.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    # In an fp32 model vLLM's attention is a Triton kernel, whose products would be TF32: 3e-2 nats off, measured.
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     import torch
 
     if not torch.cuda.is_available():
@@ -89,11 +93,10 @@ def engine_arguments(
         "tensor_parallel_size": config.tensor_parallel_size,
         "enable_prefix_caching": config.prefix_caching,
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from, temperature included
-        "async_scheduling": False,  # a token in flight across a pause would get the next policy's version
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER_EXTENSION,
-        "weight_transfer_config": {"backend": transfer_backend},
+        "weight_transfer_config": {"backend": _BACKEND_OF_VLLM.get(transfer_backend, transfer_backend)},
     }
     if fp32_head and dtype != "float32":
         arguments["hf_overrides"] = {"head_dtype": "float32"}  # logits in fp32, as the trainer's
@@ -109,6 +112,7 @@ def device_arguments(config: RolloutConfig, gpu: GpuBudget | None) -> dict[str, 
     if current_platform.is_cpu():
         return {
             "enforce_eager": True,
+            "async_scheduling": False,  # a CPU has no device to keep busy meanwhile
             "block_size": _CPU_BLOCK_TOKENS,
             "kv_cache_memory_bytes": config.kv_cache_mib * 2**20,
         }
@@ -120,6 +124,7 @@ def device_arguments(config: RolloutConfig, gpu: GpuBudget | None) -> dict[str, 
 def gpu_arguments(config: RolloutConfig, gpu: GpuBudget, *, total_bytes: int) -> dict[str, Any]:
     """Graphs for decode only: they start in a fraction of full compilation's time and decode as fast."""
     return {
+        "async_scheduling": True,  # the host prepares a step while the GPU computes the one before; see VllmCore
         "kv_cache_memory_bytes": gpu.kv_cache_bytes(total_bytes),
         # Not used beside the cache's own size, but vLLM still refuses to start unless this much is free.
         "gpu_memory_utilization": 0.01,

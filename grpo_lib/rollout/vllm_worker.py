@@ -6,11 +6,11 @@ before the model's own fusing and repacking.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from grpo_lib.algo.checksum import device_checksum, read_checksums
+from grpo_lib.algo.checksum import NamedChecksums
 from grpo_lib.errors import WeightSyncError
 from grpo_lib.types import WeightReceipt
 
@@ -24,16 +24,26 @@ class _Tap:
 
     parameters: frozenset[str]  # of this worker's model, fused as vLLM fuses them
     loaded: set[str] = field(default_factory=set)  # those that `load_weights` says it has filled
-    checksums: dict[str, torch.Tensor] = field(default_factory=dict)  # on the device: reading one would wait for it
-    num_bytes: int = 0
+    checksums: NamedChecksums = field(default_factory=NamedChecksums)
 
-    def through(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
+    def through(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        """The same weights. Those that are all there already are summed together, others one by one as they come:
+        a wire may use the memory of one for the next."""
+        if isinstance(weights, Sequence):
+            self._add(weights)
+            return weights
+        return self._one_by_one(weights)
+
+    def _one_by_one(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in weights:
+            self._add([pair])
+            yield pair
+
+    def _add(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        for name, _ in weights:
             if name in self.checksums:
                 raise WeightSyncError(f"weight update: {name} arrived twice")
-            self.checksums[name] = device_checksum(tensor)
-            self.num_bytes += tensor.numel() * tensor.element_size()
-            yield name, tensor
+        self.checksums.add(weights)
 
 
 class WeightTap:
@@ -41,6 +51,22 @@ class WeightTap:
 
     model_runner: Any  # the worker's own
     _weight_tap: _Tap | None = None
+
+    def has_fp32_head(self) -> bool:
+        """Whether logits leave the model with more than bfloat16's 8 bits; found by computing some, since vLLM versions
+        differ in which options they honour."""
+        import torch
+
+        model = self.model_runner.get_model()
+        weight = next(model.parameters())
+        width = self.model_runner.model_config.get_hidden_size()
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(1, width, generator=generator).to(weight.device, weight.dtype)
+        with torch.inference_mode():
+            logits = model.compute_logits(hidden)
+        if logits is None:  # of several parts only the first gathers them
+            return True
+        return bool((logits.float() != logits.to(torch.bfloat16).float()).any())
 
     def open_weight_tap(self) -> None:
         """Watch what the model loads from now on."""
@@ -69,10 +95,9 @@ class WeightTap:
         model = self.model_runner.get_model()
         del model.load_weights
         repack_shared_layers(model)
-        sums = read_checksums(list(tap.checksums.values()))
         return WeightReceipt(
-            checksums=dict(zip(tap.checksums, sums, strict=True)),
-            num_bytes=tap.num_bytes,
+            checksums=tap.checksums.read(),
+            num_bytes=tap.checksums.num_bytes,
             unloaded=tuple(sorted(tap.parameters - tap.loaded)),
         )
 

@@ -1,4 +1,4 @@
-"""The vLLM plugin of the `cpu_gloo` weight-transfer backend.
+"""The vLLM plugin of this project's weight-transfer backends, and the engine side of `cpu_gloo`.
 
 vLLM loads this module (entry point `vllm.general_plugins`) in every process that may receive weights. The trainer side
 of this project uses `gloo_channel` without it; `GlooTrainerEngine` is for trainers written against vLLM's own factory.
@@ -26,12 +26,16 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from grpo_lib.errors import WeightSyncError
 from grpo_lib.weight_sync.gloo_channel import BACKEND, GlooChannel, GlooSender, WireTensor
+from grpo_lib.weight_sync.ipc_channel import VLLM_BACKEND
+from grpo_lib.weight_sync.ipc_transfer import IpcReceiver
 
 
 def register() -> None:
-    """Make `cpu_gloo` known to both of vLLM's factories; doing it again changes nothing."""
+    """Make `cpu_gloo` and `cuda_ipc` known to vLLM's factories; doing it again changes nothing."""
     with suppress(ValueError):  # vLLM's answer to a name that it knows already
         WeightTransferEngineFactory.register_engine(BACKEND, GlooReceiver)
+    with suppress(ValueError):
+        WeightTransferEngineFactory.register_engine(VLLM_BACKEND, IpcReceiver)
     with suppress(ValueError):
         WeightTransferTrainerFactory.register_engine(BACKEND, GlooTrainerEngine)
 

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from grpo_lib.algo.checksum import tensor_checksums
+from grpo_lib.algo.checksum import NamedChecksums
 from grpo_lib.errors import PreflightError, WeightSyncError
 from grpo_lib.interfaces import TrainerBackend
 from grpo_lib.types import SenderReport, WeightManifest
 from grpo_lib.weight_sync.gloo_channel import BACKEND, GlooSender, WireTensor
+from grpo_lib.weight_sync.ipc_channel import IpcSender
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ class Channel(Protocol):
     def shutdown(self) -> None: ...
 
 
-OpenChannel = Callable[..., Channel]  # keyword arguments as in `transfer_backends.open_channel`
+OpenChannel = Callable[..., Channel]  # keyword arguments as of `open_backend`
 
 
 class WeightSender:
@@ -61,7 +62,7 @@ class WeightSender:
 
     Args:
         trainer: This rank's trainer.
-        backend: vLLM weight-transfer backend: ``"cpu_gloo"``, ``"nccl"`` or ``"ipc"``.
+        backend: ``"cpu_gloo"``, ``"nccl"`` or ``"ipc"``.
         rank: 0 sends.
         open_channel: Only tests replace it.
     """
@@ -70,7 +71,7 @@ class WeightSender:
         self, trainer: TrainerBackend, *, backend: str, rank: int, open_channel: OpenChannel | None = None
     ) -> None:
         self._trainer, self._backend, self._rank = trainer, backend, rank
-        self._open_channel = open_channel or _open_channel
+        self._open_channel = open_channel or open_backend
         self._weights = CheckedWeights(trainer)
         self._channel: Channel | None = None
         self._connected = False
@@ -145,15 +146,14 @@ class CheckedWeights:
 
     def __init__(self, trainer: TrainerBackend) -> None:
         self._trainer = trainer
-        self._checksums: dict[str, int] = {}
-        self._num_bytes = 0
+        self._passed = NamedChecksums()
 
     def manifest(self) -> WeightManifest:
         return self._trainer.manifest()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """A fresh pass; a gather is complete on every rank before its bucket's first tensor is yielded."""
-        self._checksums, self._num_bytes = {}, 0
+        self._passed = NamedChecksums()
         entries = iter(self.manifest().entries)
         for bucket in self._trainer.named_weights():
             for name, tensor in bucket.tensors:
@@ -163,19 +163,15 @@ class CheckedWeights:
                     raise WeightSyncError(f"the trainer yields {found}, but its manifest has {entry} there")
                 if not tensor.is_contiguous():
                     raise WeightSyncError(f"the trainer yields {name} with strides {tensor.stride()}: not contiguous")
-            sums = tensor_checksums([tensor for _, tensor in bucket.tensors])
-            for (name, tensor), checksum in zip(bucket.tensors, sums, strict=True):
-                self._checksums[name] = checksum
-                self._num_bytes += tensor.numel() * tensor.element_size()
-                yield name, tensor
+            self._passed.add(bucket.tensors)
+            yield from bucket.tensors
         if (left := next(entries, None)) is not None:
             raise WeightSyncError(f"the trainer's weights end before {left.name}, which its manifest lists")
 
     def take_record(self) -> tuple[dict[str, int], int]:
         """(checksum by name, bytes) of the last pass."""
-        record = self._checksums, self._num_bytes
-        self._checksums, self._num_bytes = {}, 0
-        return record
+        passed, self._passed = self._passed, NamedChecksums()
+        return passed.read(), passed.num_bytes
 
 
 def check_port(port: int) -> None:
@@ -193,22 +189,28 @@ def check_port(port: int) -> None:
             ) from error
 
 
-def _open_channel(
+def open_backend(
     *, backend: str, rank: int, client: EngineClient, weights: CheckedWeights, port: int, timeout_s: float
 ) -> Channel:
-    """The channel of the configured backend; only those of CUDA import vLLM."""
+    """The channel of the configured backend; only `nccl` imports vLLM."""
+
+    def announced() -> list[WireTensor]:
+        return [WireTensor.parse(entry.name, entry.dtype, entry.shape) for entry in weights.manifest().entries]
+
+    if backend == "ipc":
+        return IpcSender(client=client, announced=announced(), weights=weights, rank=rank)
     if backend == BACKEND:
         return GlooSender(
             client=client,
-            announced=lambda: [
-                WireTensor.parse(entry.name, entry.dtype, entry.shape) for entry in weights.manifest().entries
-            ],
+            announced=announced,
             weights=weights,
             address=client.sender_address(),
             port=port,
             num_receivers=client.num_receivers,
             timeout_s=timeout_s,
         )
-    from grpo_lib.weight_sync.transfer_backends import open_channel
+    if backend == "nccl":
+        from grpo_lib.weight_sync.transfer_backends import open_nccl
 
-    return open_channel(backend=backend, rank=rank, client=client, weights=weights, port=port, timeout_s=timeout_s)
+        return open_nccl(rank=rank, client=client, weights=weights, port=port)
+    raise ValueError(f"weight_sync.backend {backend!r} is none of cpu_gloo, nccl, ipc")

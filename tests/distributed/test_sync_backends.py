@@ -1,12 +1,12 @@
-"""Every transfer backend is driven in one convention: `cpu_gloo` through vLLM's factories for real, `nccl` and `ipc` up
-to the point where a GPU is needed."""
+"""Every transfer backend is driven in one convention: `cpu_gloo` through vLLM's factories for real, `nccl` up to the
+point where a GPU is needed, and the receiver of `ipc` with areas in host memory."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +14,13 @@ import pytest
 import torch
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferEngineFactory, WeightTransferTrainerFactory
 
-from grpo_lib.weight_sync import transfer_backends
+from grpo_lib.errors import WeightSyncError
+from grpo_lib.weight_sync import ipc_transfer, transfer_backends
 from grpo_lib.weight_sync.gloo_transfer import GlooReceiver, GlooTrainerInitInfo, register
+from grpo_lib.weight_sync.ipc_transfer import IpcReceiver, IpcUpdateInfo, is_filled_in_place
 from grpo_lib.weight_sync.sender import WeightSender
-from grpo_lib.weight_sync.transfer_backends import StatelessSender
 from tests.unit.test_weight_sync_channel import Receiver
-from tests.unit.test_weight_sync_sender import Trainer, weights
+from tests.unit.test_weight_sync_sender import Trainer
 
 
 class Client:
@@ -71,6 +72,7 @@ def test_registering_twice_changes_nothing() -> None:
     register()
     register()
     assert WeightTransferEngineFactory._registry["cpu_gloo"]() is GlooReceiver
+    assert WeightTransferEngineFactory._registry["cuda_ipc"]() is IpcReceiver
 
 
 def test_a_trainer_written_for_vllms_factory_can_use_cpu_gloo() -> None:
@@ -155,14 +157,12 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Built]:
     return made
 
 
-@pytest.mark.parametrize("backend", ["nccl", "ipc"])
-def test_vllms_engines_get_their_init_info_and_our_checked_weights(backend: str, built: list[Built]) -> None:
-    sender, client = connected(backend)
+def test_vllms_engine_gets_its_init_info_and_our_checked_weights(built: list[Built]) -> None:
+    sender, client = connected("nccl")
     (channel,) = built
-    assert (channel.info.backend, channel.info.rank, channel.info.is_sender) == (backend, 0, True)
-    if backend == "nccl":
-        assert (channel.info.master_address, channel.info.world_size) == ("10.0.0.7", 4)
-        assert 0 < channel.info.master_port < 65536
+    assert (channel.info.backend, channel.info.rank, channel.info.is_sender) == ("nccl", 0, True)
+    assert (channel.info.master_address, channel.info.world_size) == ("10.0.0.7", 4)
+    assert 0 < channel.info.master_port < 65536
     metadata = [
         (meta.name, str(meta.dtype).removeprefix("torch."), list(meta.shape)) for meta in channel.source.metadata()
     ]
@@ -174,11 +174,9 @@ def test_vllms_engines_get_their_init_info_and_our_checked_weights(backend: str,
     assert client.calls[-1] == "closed"
 
 
-def test_every_rank_of_ipc_builds_an_engine_and_only_rank_0_of_nccl(built: list[Built]) -> None:
-    connected("ipc", rank=1)
-    assert [channel.info.is_sender for channel in built] == [False]
+def test_only_rank_0_of_nccl_builds_an_engine(built: list[Built]) -> None:
     connected("nccl", rank=1)
-    assert len(built) == 1
+    assert not built
 
 
 def test_unknown_backend_is_named() -> None:
@@ -216,34 +214,97 @@ def test_stateless_nccl_announces_before_it_sends(monkeypatch: pytest.MonkeyPatc
     assert len(report.checksums) == 3
 
 
-def test_stateless_ipc_ships_handles_through_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclass
-    class UpdateInfo:
-        names: list[str]
-        ipc_handles: list[int]
-
-    class Engine:
-        @staticmethod
-        def trainer_send_weights(pairs: Iterator[tuple[str, torch.Tensor]], args: dict[str, Any]) -> None:
-            args["send_mode"](UpdateInfo([name for name, _ in pairs], [1, 2, 3]))
-
-    monkeypatch.setattr(transfer_backends, "ipc_engine", SimpleNamespace(IPCWeightTransferEngine=Engine))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    sender, client = connected("ipc")
-    sender.push(2)
-    shipped = asdict(UpdateInfo(ANNOUNCED["names"], [1, 2, 3]))
-    assert client.calls == [("init", {}), "start", ("update", shipped), "finish"]
+# -- the engine side of ipc --------------------------------------------------------------------------------------------
 
 
-def test_stateless_sender_of_another_rank_only_sends() -> None:
-    client = Client()
-    pulled: list[str] = []
-    StatelessSender(
-        client=client,
-        source=transfer_backends.ManifestSource(transfer_backends.CheckedWeights(Trainer())),  # type: ignore[arg-type]  # a fake
-        is_sender=False,
-        send=lambda pairs: pulled.extend(name for name, _ in pairs),
-        announcement=None,
-        synchronize=lambda: None,
-    ).send_weights()
-    assert (pulled, client.calls) == (list(weights()), [])
+class Model(torch.nn.Module):
+    """Journals what it is given to load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2, 3))
+        self.given: list[tuple[str, torch.Tensor]] = []
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> set[str]:
+        self.given += weights
+        with torch.no_grad():
+            self.weight.copy_(weights[0][1])
+        return {"weight"}
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> IpcReceiver:
+    """With one area of host memory; a model of this kind is filled in place."""
+    monkeypatch.setattr(ipc_transfer, "is_filled_in_place", lambda model: True)
+    made = IpcReceiver.__new__(IpcReceiver)  # vLLM makes it with its whole configuration
+    made.model, made.device = Model(), torch.device("cpu")
+    made._areas = (torch.arange(256, dtype=torch.uint8),)
+    return made
+
+
+def update(start: int = 16, shape: tuple[int, ...] = (2, 3)) -> IpcUpdateInfo:
+    return IpcUpdateInfo(
+        area=0, names=["weight"], dtype_names=["float32"], shapes=[list(shape)], starts=[start]
+    )  # fmt: skip
+
+
+def test_an_ipc_receiver_loads_what_lies_in_the_area(receiver: IpcReceiver) -> None:
+    receiver.start_weight_update()
+    receiver.receive_weights(update())
+    receiver.finish_weight_update()
+    ((name, tensor),) = receiver.model.given
+    assert name == "weight"
+    assert tensor.flatten().view(torch.uint8).tolist() == list(range(16, 40))
+    assert tensor.data_ptr() == receiver._areas[0].data_ptr() + 16, "without a copy"
+
+
+def test_a_layerwise_reload_keeps_copies(receiver: IpcReceiver) -> None:
+    """It holds tensors back until their layer is complete, and by then the sender has filled the area anew."""
+    receiver._memory = None
+    receiver.receive_weights(update())
+    before = receiver.model.given[0][1].clone()
+    receiver._areas[0].zero_()
+    assert receiver.model.given[0][1].equal(before)
+
+
+def test_an_ipc_receiver_refuses_what_it_cannot_have(receiver: IpcReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WeightSyncError, match="ends beyond the area's 256 bytes"):
+        receiver.receive_weights(update(start=240))
+    monkeypatch.setattr(ipc_transfer, "card_of", lambda device: "GPU-b")
+    with pytest.raises(WeightSyncError, match=r"no trainer rank shares card GPU-b .*ranks are on \['GPU-a'\]"):
+        receiver.init_transfer_engine(ipc_transfer.IpcInitInfo(areas=[{"GPU-a": ()}]))
+    receiver.shutdown()
+    with pytest.raises(WeightSyncError, match="before init_weight_transfer_engine"):
+        receiver.receive_weights(update())
+
+
+def test_a_loader_that_replaces_a_parameter_is_caught(receiver: IpcReceiver) -> None:
+    receiver.start_weight_update()
+    receiver.receive_weights(update())
+    receiver.model.weight = torch.nn.Parameter(torch.zeros(2, 3))
+    with pytest.raises(WeightSyncError, match=r"Model replaced \['weight'\]"):
+        receiver.finish_weight_update()
+
+
+def test_only_layers_that_leave_their_weights_alone_are_filled_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.platforms import current_platform
+
+    class Layer(torch.nn.Module):
+        def __init__(self, quant_method: object) -> None:
+            super().__init__()
+            self.quant_method = quant_method
+
+    class Repacks(UnquantizedLinearMethod):
+        pass
+
+    class Hooked(torch.nn.Module):
+        def process_weights_after_loading(self, dtype: torch.dtype) -> None: ...
+
+    plain = UnquantizedLinearMethod.__new__(UnquantizedLinearMethod)
+    assert not is_filled_in_place(Layer(plain)), "a CPU packs them"
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    assert is_filled_in_place(Layer(plain))
+    assert is_filled_in_place(torch.nn.Linear(2, 2))
+    for other in (Layer(Repacks.__new__(Repacks)), Hooked(), torch.nn.Sequential(Layer(plain), Hooked())):
+        assert not is_filled_in_place(other)

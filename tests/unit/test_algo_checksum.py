@@ -1,9 +1,14 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 import grpo_lib.algo.checksum as checksum_module
-from grpo_lib.algo.checksum import checksum_digest, tensor_checksum, tensor_checksums
+from grpo_lib.algo.checksum import NamedChecksums, checksum_digest, tensor_checksum, tensor_checksums
 
 MASK = 2**64 - 1
 
@@ -90,6 +95,29 @@ def test_scalars_empties_and_several_at_once(tensor: torch.Tensor):
     assert tensor_checksum(empty) == 0
     assert tensor_checksums([]) == []
     assert 0 <= tensor_checksum(-tensor.abs()) < 2**64
+
+
+def test_named_checksums_see_bits_dtype_and_shape(tensor: torch.Tensor):
+    def named(*pairs: tuple[str, torch.Tensor]) -> dict[str, int]:
+        checksums = NamedChecksums()
+        for pair in pairs:
+            checksums.add([pair])
+        return checksums.read()
+
+    (plain,) = named(("w", tensor)).values()
+    assert named(("w", tensor.clone()), ("v", tensor)) == {"w": plain, "v": plain}
+    for other in (tensor.view(torch.int32), tensor.reshape(5, 7), tensor.flatten(), -tensor):
+        assert named(("w", other)) != {"w": plain}
+
+
+def test_the_triton_kernel_under_its_interpreter():
+    """On a CPU, in a process of its own: the interpreter is chosen when Triton is imported."""
+    pytest.importorskip("triton", reason="comes with CUDA builds of PyTorch")
+    script = Path(__file__).with_name("interpreted_checksum.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(script.parents[2])}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == ["float32", "bfloat16", "float64", "int8"]
 
 
 def test_a_wrapped_tensor_is_refused():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_lib.algo.checksum import tensor_checksum
+from grpo_lib.algo.checksum import NamedChecksums
 from grpo_lib.errors import PreflightError, WeightSyncError
 from grpo_lib.types import Bucket, WeightEntry, WeightManifest
 from grpo_lib.weight_sync.sender import CheckedWeights, WeightSender
@@ -92,7 +92,9 @@ def test_report_describes_the_very_tensors_that_were_sent() -> None:
         report = rank0.push(version)
         (channel,) = opener.channels
         assert list(report.checksums) == ["embed", "layer.0", "norm"]
-        assert report.checksums == {name: tensor_checksum(t) for name, t in channel.received.items()}
+        received = NamedChecksums()
+        received.add(list(channel.received.items()))
+        assert report.checksums == received.read()
         assert report.num_bytes == 24 * 4 + 16 * 2 + 4 * 4
         assert report.policy_version == version
     assert channel.arguments == {"backend": "cpu_gloo", "rank": 0, "client": CLIENT, "port": 0, "timeout_s": 5.0}
