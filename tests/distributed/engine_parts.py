@@ -122,25 +122,32 @@ class BreakableEngine(VllmEngine):
         def damage(model: torch.nn.Module) -> None:
             dict(model.named_parameters())["model.norm.weight"].data.mul_(1.05)
 
-        self._loop.call(lambda: self._llm.apply_model(damage))
+        self._loop.call(lambda: self._vllm.llm.apply_model(damage))
 
     def keep_prefix_cache(self, keep: bool) -> None:
         """Leave the cache alone at the next weight updates, but say that it was dropped."""
         if keep:
-            setattr(self._llm, "reset_prefix_cache", lambda **_: True)  # noqa: B010 - an instance attribute
+            setattr(self._vllm.llm, "reset_prefix_cache", lambda **_: True)  # noqa: B010 - an instance attribute
         else:
-            delattr(self._llm, "reset_prefix_cache")
+            delattr(self._vllm.llm, "reset_prefix_cache")
+
+    def load_layerwise(self, always: bool) -> None:
+        """Over `ipc`, load the general way even where the model could be filled in place."""
+        from grpo_lib.weight_sync import ipc_transfer
+
+        self._filled_in_place = getattr(self, "_filled_in_place", ipc_transfer.is_filled_in_place)
+        ipc_transfer.is_filled_in_place = (lambda model: False) if always else self._filled_in_place
 
     def break_step(self) -> None:
         def step() -> None:
             raise MemoryError("no block left")
 
-        setattr(self._llm, "step", step)  # noqa: B010 - an instance attribute
+        setattr(self._vllm, "step", step)  # noqa: B010 - an instance attribute
 
     def progress(self) -> dict[str, int]:
         """Tokens so far by request in flight."""
         return self._loop.call(
-            lambda: {f.request.request_id: state.detokenizer.num_output_tokens() for f, state in self._progress()}
+            lambda: {f.request.request_id: len(generated.token_ids) for f, generated in self._progress()}
         )
 
     def attempt(self, method: str, *args: Any) -> str:

@@ -22,7 +22,7 @@ from grpo_lib.ray_runtime.engine_group import EngineGroup, engine_actors
 from grpo_lib.stages.live import engine_factory
 from grpo_lib.types import Completion, GenerationRequest, SamplingParams, SenderReport
 from grpo_lib.weight_sync.canary import DecodeCanary
-from grpo_lib.weight_sync.sender import WeightSender
+from grpo_lib.weight_sync.sender import WeightSender, open_backend
 from grpo_lib.weight_sync.sync import CertifiedWeightSync
 from tests.distributed.engine_parts import STOP, BreakableEngine, HfTrainer, request, tiny_qwen3
 
@@ -192,8 +192,6 @@ def test_a_flipped_bit_is_named(stack: Stack) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
 
     def flipping(*, weights: Any, **options: Any) -> Any:
-        from grpo_lib.weight_sync.transfer_backends import open_channel
-
         class Flipped:
             def manifest(self) -> Any:
                 return weights.manifest()
@@ -206,7 +204,7 @@ def test_a_flipped_bit_is_named(stack: Stack) -> None:
                     yield key, tensor
 
         flipped: Any = Flipped()
-        return open_channel(weights=flipped, **options)
+        return open_backend(weights=flipped, **options)
 
     certificate = stack.sync(flipping).push(stack.trainer.policy_version)
     assert certificate.mismatched == (name,)
