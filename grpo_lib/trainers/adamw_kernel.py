@@ -55,43 +55,49 @@ def update(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     *,
+    copy: torch.Tensor | None = None,
     settings: Settings,
     norm: torch.Tensor,
     max_norm: float,
     change: torch.Tensor,
 ) -> None:
-    """One step of contiguous fp32 tensors of one shape, in place.
+    """One step of contiguous tensors of one shape, in place; weight and moments are fp32.
 
     Args:
+        gradient: In fp32, or in the dtype of the weights that it was taken of.
+        copy: Takes the new weight, rounded to its dtype.
         norm: Scalar float32 on the device. Nothing is written where it is NaN or infinite, else the gradient counts
             ``min(1, max_norm / (norm + 1e-6))`` times, as in PyTorch's clipping.
         change: From `no_change`.
     """
-    tensors = (weight, gradient, exp_avg, exp_avg_sq)
-    assert all(t.dtype is torch.float32 and t.is_contiguous() and t.shape == weight.shape for t in tensors)
+    assert all(t.dtype is torch.float32 for t in (weight, exp_avg, exp_avg_sq))
+    tensors = (weight, gradient, exp_avg, exp_avg_sq, weight if copy is None else copy)
+    assert all(t.is_contiguous() and t.shape == weight.shape for t in tensors)
     assert norm.dtype is torch.float32, norm.dtype
     assert change.shape == (2, _SLOTS), change.shape
     num_elements = weight.numel()
     if num_elements:
         _update[(triton.cdiv(num_elements, _ELEMENTS),)](
-            weight, gradient, exp_avg, exp_avg_sq, norm, change, num_elements, max_norm, settings.lr,
+            weight, gradient, exp_avg, exp_avg_sq, tensors[-1], norm, change, num_elements, max_norm, settings.lr,
             1 - settings.lr * settings.weight_decay, settings.beta1, 1 - settings.beta1, settings.beta2,
             1 - settings.beta2, settings.eps, settings.correction1, settings.root_correction2,
-            ELEMENTS=_ELEMENTS, SLOTS=_SLOTS,
+            HAS_COPY=copy is not None, ELEMENTS=_ELEMENTS, SLOTS=_SLOTS,
             num_warps=_WARPS,  # pyright: ignore[reportCallIssue] an argument of the launch
         )  # fmt: skip
 
 
 @triton.jit
 def _update(
-    weight, gradient, exp_avg, exp_avg_sq, norm, change, num_elements, max_norm, lr, decay, beta1, rest1, beta2, rest2,
-    eps, correction1, root_correction2, ELEMENTS: tl.constexpr, SLOTS: tl.constexpr,
+    weight, gradient, exp_avg, exp_avg_sq, copy, norm, change, num_elements, max_norm, lr, decay, beta1, rest1, beta2,
+    rest2, eps, correction1, root_correction2, HAS_COPY: tl.constexpr, ELEMENTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     places = program.to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     total_norm = tl.load(norm)
     inside = places < tl.where(total_norm < float("inf"), num_elements, 0)  # nowhere for NaN, too
-    g = tl.load(gradient + places, mask=inside, other=0.0) * tl.minimum(1.0, max_norm / (total_norm + 1e-6))
+    g = tl.load(gradient + places, mask=inside, other=0.0).to(tl.float32) * tl.minimum(
+        1.0, max_norm / (total_norm + 1e-6)
+    )
     old = tl.load(weight + places, mask=inside, other=0.0)
     m = beta1 * tl.load(exp_avg + places, mask=inside, other=0.0) + rest1 * g
     v = beta2 * tl.load(exp_avg_sq + places, mask=inside, other=0.0) + rest2 * g * g
@@ -99,6 +105,8 @@ def _update(
     tl.store(exp_avg + places, m, mask=inside)
     tl.store(exp_avg_sq + places, v, mask=inside)
     tl.store(weight + places, new, mask=inside)
+    if HAS_COPY:
+        tl.store(copy + places, new.to(copy.dtype.element_ty), mask=inside)
     moved = tl.where(inside, new - old, 0.0)
     slot = change + program % SLOTS
     tl.atomic_add(slot, tl.sum((moved != 0).to(tl.float32), 0).to(tl.float64))

@@ -71,23 +71,25 @@ class DeepSpeedRuntime:
         """DeepSpeed's configuration.
 
         Gradients are reduced and accumulated in fp32 whatever the compute dtype, and summed over the ranks: losses here
-        are divided by a denominator that already counts all ranks. ZeRO-3 can only average, see `loss_scale`.
-        Clipping is left to `ZeroAdamW`: DeepSpeed would clip inside the step, where a norm that is not finite skips the
-        update in silence.
+        are divided by a denominator that already counts all ranks. ZeRO-3 can only average, see `loss_scale`. One rank
+        has nothing to reduce and need not widen gradients for it, nor overlap it.
+        Clipping and the check for gradients that are not finite are left to `ZeroAdamW`: DeepSpeed would clip inside
+        the step, and skip the update in silence.
         """
+        is_alone, is_half = dist.get_world_size() == 1, self._dtype is torch.bfloat16
         bucket = self._bucket_bytes // 4  # elements
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,  # nominal: micro-batches come from the step's plan
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0,
-            "communication_data_type": "fp32",
+            "communication_data_type": "bf16" if is_alone and is_half else "fp32",
             "data_types": {"grad_accum_dtype": "fp32"},
-            "bf16": {"enabled": self._dtype is torch.bfloat16},
+            "bf16": {"enabled": is_half, "check_grad_overflow": False},
             "steps_per_print": None,
             "zero_allow_untested_optimizer": True,  # it knows optimisers by exact class, and ours inherits AdamW's
             "zero_optimization": {
                 "stage": self.stage,
-                "overlap_comm": self._device.type == "cuda",
+                "overlap_comm": self._device.type == "cuda" and not is_alone,
                 "reduce_bucket_size": bucket,
                 "allgather_bucket_size": bucket,
             },

@@ -7,7 +7,8 @@ one kernel reads the gradients, clips, updates and adds up the change that it ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, overload
 
 import torch
@@ -21,6 +22,7 @@ class MeasuredAdamW(torch.optim.AdamW):
         applied_steps: Of `start`: the number of steps that bias correction counts before this one.
     """
 
+    copies: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})  # parameter → what takes its rounded value
     _norm: torch.Tensor | None = None
     _max_norm = 0.0
     _applied_steps = 0
@@ -58,6 +60,8 @@ class MeasuredAdamW(torch.optim.AdamW):
             super().step()
             for parameter, old in zip(parameters, before, strict=True):
                 self._add_change(old.sub_(local_tensor(parameter)))
+                if parameter in self.copies:
+                    self.copies[parameter].copy_(parameter)
         return None
 
     def _step_in_one_pass(self, groups: list[tuple[dict[str, Any], list[torch.Tensor]]]) -> None:
@@ -67,6 +71,7 @@ class MeasuredAdamW(torch.optim.AdamW):
         if self._change is None:
             self._change = adamw_kernel.no_change(self._norm.device)
         for group, parameters in groups:
+            settings = adamw_kernel.Settings.of(group, step=self._applied_steps + 1)
             for parameter in parameters:
                 state = self.state[parameter]
                 assert parameter.grad is not None
@@ -75,7 +80,8 @@ class MeasuredAdamW(torch.optim.AdamW):
                     local_tensor(parameter.grad),
                     local_tensor(state["exp_avg"]),
                     local_tensor(state["exp_avg_sq"]),
-                    settings=adamw_kernel.Settings.of(group, step=self._applied_steps + 1),
+                    copy=self.copies.get(parameter),
+                    settings=settings,
                     norm=self._norm,
                     max_norm=self._max_norm,
                     change=self._change,
@@ -89,6 +95,12 @@ class MeasuredAdamW(torch.optim.AdamW):
             self._change = torch.zeros(2, 1, dtype=torch.float64, device=change.device)
         self._change[0] += change.count_nonzero()  # counted, because squares of tiny changes underflow
         self._change[1] += change.square_().sum(dtype=torch.float64)
+
+
+def global_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """L2 norm over all tensors, a float32 scalar on their device; summed in fp32 whatever their dtype."""
+    norms = torch._foreach_norm(list(tensors), 2.0, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

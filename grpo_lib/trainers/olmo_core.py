@@ -1,8 +1,7 @@
-"""The OLMo-core trainer: one rank of FSDP2, with OLMo-core's model, sharding, optimiser and checkpoints.
+"""The OLMo-core trainer: one rank with OLMo-core's model, sharding, optimiser and checkpoints.
 
 OLMo-core's own Trainer is not used: its optimiser step needs an attached Trainer that owns the loop, and the loop
-here is the project's. One rank runs FSDP2 as well, over a process group of its own, so that one and many ranks differ
-in nothing but the number of shards.
+here is the project's. Whether tensors are sharded or whole is the business of `olmo_core_weights` alone.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from grpo_lib.config import TrainerConfig
 from grpo_lib.interfaces import PolicyLoss
@@ -22,8 +19,9 @@ from grpo_lib.trainers.gradient_pass import accumulate_gradients
 from grpo_lib.trainers.hf_checkpoint import HfFolder
 from grpo_lib.trainers.joined_documents import ROW_MULTIPLE, JoinedDocuments, WantedLabels, copied_to
 from grpo_lib.trainers.labels import successor_labels, trained_labels
+from grpo_lib.trainers.measured_adamw import local_tensor
 from grpo_lib.trainers.olmo_core_checkpoint import load_checkpoint, save_checkpoint
-from grpo_lib.trainers.olmo_core_model import NameMap, build_sharded, fsdp_modules, shard_rows
+from grpo_lib.trainers.olmo_core_model import NameMap, build_weights
 from grpo_lib.trainers.olmo_core_optim import SteppedAdamW
 from grpo_lib.trainers.output_head import HeadOptions
 from grpo_lib.trainers.rank_group import ensure_group
@@ -37,7 +35,8 @@ class OlmoCoreTrainer:
     Args:
         config: Optimiser, schedule, chunk and bucket sizes.
         model_path: Hugging Face folder of a qwen3, llama or olmo2 model.
-        dtype: Compute dtype, ``"float32"`` or ``"bfloat16"``; shards, gradients and optimiser are fp32 either way.
+        dtype: Compute dtype, ``"float32"`` or ``"bfloat16"``; masters and moments are fp32 either way, and so are the
+            sums of several micro-batches' or ranks' gradients.
         temperature: Sampling temperature that log-probabilities are taken at.
         correction_cap: Cap that the mismatch metrics count against.
         total_steps: Steps of the run, for the decaying schedules.
@@ -74,11 +73,10 @@ class OlmoCoreTrainer:
         self._folder = HfFolder(model_path)
         self._names = NameMap(self._folder.config)
         ensure_group(self._device, rank, world_size)
-        self._mesh = init_device_mesh(self._device.type, (world_size,), mesh_dim_names=("dp",))
-        self._model = build_sharded(
+        self._weights = build_weights(
             self._folder,
             config=config,
-            mesh=self._mesh,
+            mesh=init_device_mesh(self._device.type, (world_size,), mesh_dim_names=("dp",)),
             device=self._device,
             compute_dtype=self._dtype,
             head=HeadOptions(
@@ -89,11 +87,14 @@ class OlmoCoreTrainer:
             ),
             trainable=trainable,
         )
+        self._model, self._masters = self._weights.model, self._weights.masters
         self._row_multiple = ROW_MULTIPLE if self._device.type == "cuda" else 1
-        self._root = fsdp_modules(self._model)[0]
-        self._units = _units(self._model)
         self._manifest = self._plan_manifest()
-        self._optimizer = SteppedAdamW(self._model, config, total_steps=total_steps) if trainable else None
+        self._optimizer = (
+            SteppedAdamW(self._masters, config, total_steps=total_steps, copies=self._weights.copies())
+            if trainable
+            else None
+        )
         check_documents_stay_apart(
             self._score, vocab_size=self._model.vocab_size, dtype=self._dtype, model_path=model_path
         )
@@ -120,7 +121,7 @@ class OlmoCoreTrainer:
             forward=lambda batch: self._forward(
                 batch.input_ids, trained_labels(batch), batch.doc_ids, batch.position_ids
             ),
-            backward=self._backward,
+            backward=lambda value, is_last: self._weights.backward(value, is_last=is_last),
             drop=self._optimizer.zero_grad,
             device=self._device,
             loss_denominator=loss_denominator,
@@ -161,7 +162,7 @@ class OlmoCoreTrainer:
     def save(self, path: Path) -> None:
         """Weights, optimiser, RNG and version; the schedule is a function of the version."""
         optimizer = self._optimizer.adamw if self._optimizer else None
-        save_checkpoint(path, model=self._model, optimizer=optimizer, policy_version=self.policy_version)
+        save_checkpoint(path, model=self._masters, optimizer=optimizer, policy_version=self.policy_version)
 
     def load(self, path: Path) -> None:
         """The inverse of `save`, for any number of ranks.
@@ -170,20 +171,21 @@ class OlmoCoreTrainer:
             DataError: the checkpoint is incomplete or of another model.
         """
         optimizer = self._optimizer.adamw if self._optimizer else None
-        self.policy_version = load_checkpoint(path, model=self._model, optimizer=optimizer)
+        self.policy_version = load_checkpoint(path, model=self._masters, optimizer=optimizer)
+        self._weights.publish()
 
     def local_numel(self) -> dict[str, tuple[str, int]]:
         """Hugging Face name → (own name, elements of this rank's shard)."""
         return {
-            self._names.hf(name): (name, _shard_of(parameter).numel())
+            self._names.hf(name): (name, local_tensor(parameter).numel())
             for name, parameter in self._model.named_parameters()
         }
 
     def named_state(self, kind: StateKind) -> Iterator[Bucket]:
         """Full fp32 tensors; see `InspectableTrainer.named_state`."""
-        tensors = {self._names.hf(name): self._state(kind, param) for name, param in self._model.named_parameters()}
+        tensors = {self._names.hf(name): self._state(kind, master) for name, master in self._masters.named_parameters()}
         return in_buckets(
-            ((entry.name, tensors[entry.name].full_tensor().clone()) for entry in self._manifest.entries),
+            ((entry.name, self._weights.full(tensors[entry.name])) for entry in self._manifest.entries),
             self._config.bucket_mib << 20,
         )
 
@@ -191,10 +193,10 @@ class OlmoCoreTrainer:
     def load_state(self, kind: StateKind, read: Callable[[str], torch.Tensor]) -> None:
         """Keep this rank's rows of each full tensor; see `InspectableTrainer.load_state`."""
         assert kind in TRAINING_STATE, kind
-        for name, parameter in self._model.named_parameters():
-            shard = self._state(kind, parameter).to_local()
-            start, stop = shard_rows(parameter.shape[0], self._mesh.size(), self._mesh.get_local_rank())
-            shard.copy_(read(self._names.hf(name))[start:stop])
+        for name, master in self._masters.named_parameters():
+            full = read(self._names.hf(name))
+            self._weights.fill(self._state(kind, master), lambda start, stop, full=full: full[start:stop])
+        self._weights.publish()
         if self._optimizer is not None:
             self._optimizer.zero_grad()
 
@@ -236,10 +238,6 @@ class OlmoCoreTrainer:
         )
         return wanted.in_rows(logprobs), wanted.in_rows(entropy)
 
-    def _backward(self, value: torch.Tensor, is_last: bool) -> None:
-        self._root.set_is_last_backward(is_last)
-        value.backward()
-
     @torch.no_grad()
     def _score(
         self, input_ids: torch.Tensor, labels: torch.Tensor, doc_ids: torch.Tensor, position_ids: torch.Tensor
@@ -248,61 +246,39 @@ class OlmoCoreTrainer:
             logprobs, _ = self._forward(input_ids, labels, doc_ids, position_ids)
             return logprobs.cpu()
         finally:
-            # OLMo-core leaves an untied head gathered after its forward for the backward that follows. None follows
-            # here, and the gathered copy would outlive the next load or optimiser step.
-            for module, _ in self._units:
-                module.reshard()
+            self._weights.release()
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights in manifest order, one FSDP unit after the other."""
+        """All weights in manifest order, one unit after the other."""
         planned = iter(self._manifest.entries)
-        for module, names in self._units:
-            for name, tensor in self._gather(module, names):
-                entry = WeightEntry(
-                    name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)
-                )
+        for unit in range(len(self._weights.units)):
+            for name, tensor in self._weights.gathered(unit):
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                entry = WeightEntry(name=self._names.hf(name), dtype=dtype, shape=tuple(tensor.shape))
                 expected = next(planned)
                 assert entry == expected, f"sending {entry}, the manifest says {expected}"
-                yield name, tensor
+                yield entry.name, tensor
         assert next(planned, None) is None, "the manifest lists tensors that were not sent"
 
-    def _state(self, kind: StateKind, parameter: torch.nn.Parameter) -> DTensor:
-        """The sharded tensor of a kind."""
+    def _state(self, kind: StateKind, master: torch.nn.Parameter) -> torch.Tensor:
+        """The tensor of a kind as this rank has it."""
         if kind is StateKind.WEIGHT:
-            tensor = parameter.detach()
-        elif kind is StateKind.GRADIENT:
-            tensor = parameter.grad
-        else:
-            assert self._optimizer is not None, "a frozen trainer has no optimiser state"
-            tensor = self._optimizer.adamw.state[parameter][kind.value]
-        assert isinstance(tensor, DTensor), f"{kind}: no gradient outside of forward_backward … optim_step"
-        return tensor
-
-    def _gather(self, module: FSDPModule, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
-        """Clones of one FSDP unit's own parameters, full, in the compute dtype."""
-        module.unshard()
-        try:
-            gathered = []
-            for name in names:
-                parameter = self._model.get_parameter(name)
-                assert not isinstance(parameter, DTensor), f"{name} is still sharded: its local part is not its value"
-                gathered.append((self._names.hf(name), parameter.detach().clone(memory_format=torch.contiguous_format)))
-            # The clones must exist before the gathered storage is freed, and the gather must be over on this rank
-            # before a consumer starts a transfer of its own.
-            self._synchronize()
-            return gathered
-        finally:
-            module.reshard()
+            return master.detach()
+        if kind is StateKind.GRADIENT:
+            assert master.grad is not None, "no gradient outside of forward_backward … optim_step"
+            return master.grad
+        assert self._optimizer is not None, "a frozen trainer has no optimiser state"
+        return self._optimizer.adamw.state[master][kind.value]
 
     def _plan_manifest(self) -> WeightManifest:
         shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
-        owned = sorted(self._names.hf(name) for _, names in self._units for name in names)
+        owned = sorted(self._names.hf(name) for names in self._weights.units for name in names)
         expected = sorted(self._names.hf(name) for name in self._names.trainer_names)
-        assert owned == expected, f"FSDP units own {owned}, the model folder has {expected}"
+        assert owned == expected, f"the units own {owned}, the model folder has {expected}"
         return WeightManifest(
             entries=tuple(
                 WeightEntry(name=self._names.hf(name), dtype=self._dtype_name, shape=shapes[name])
-                for _, names in self._units
+                for names in self._weights.units
                 for name in names
             )
         )
@@ -311,18 +287,3 @@ class OlmoCoreTrainer:
         """Wait for the device, so that callers' timers and transfers see finished work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _units(model: torch.nn.Module) -> tuple[tuple[FSDPModule, tuple[str, ...]], ...]:
-    """FSDP modules with the names of the parameters each of them gathers, in one order on every rank."""
-    owners = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    owned: dict[str, list[str]] = {name: [] for name in owners}
-    for parameter_name, _ in model.named_parameters():  # a tied parameter once, under its first name
-        prefixes = [name for name in owners if name == "" or parameter_name.startswith(f"{name}.")]
-        owned[max(prefixes, key=len)].append(parameter_name)
-    return tuple((owners[name], tuple(names)) for name, names in owned.items() if names)
-
-
-def _shard_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local()

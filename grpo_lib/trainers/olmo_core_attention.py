@@ -10,6 +10,7 @@ document lengths, not with the squared pack length, and no mask is ever built.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from olmo_core.nn.attention import Attention
@@ -175,6 +176,26 @@ def use_document_attention(model: Transformer, kernel: DocumentKernel | None = N
             mixer.backend = DocumentAttention(mixer.backend, cache)
         else:
             mixer.backend = VarlenAttention(mixer.backend, kernel)
+
+
+def bound_single_documents(model: Transformer) -> None:
+    """Give blocks of a compiled model the boundaries of two documents at least, of which the second may be empty.
+
+    A compiler takes a size of one for a constant, and the rotary embedding has a tensor with as many elements as there
+    are documents: a row of one document would be compiled as a case of its own.
+    """
+    prepare = model._prepare_inputs
+
+    def prepared(*inputs: Any, **options: Any) -> tuple[Any, ...]:
+        prepared_inputs = prepare(*inputs, **options)
+        block_options = prepared_inputs[2]
+        bounds = block_options["cu_doc_lens"]
+        if len(bounds) == 2:
+            block_options["cu_doc_lens"] = torch.cat([bounds, bounds[-1:]])
+            torch._dynamo.maybe_mark_dynamic(block_options["cu_doc_lens"], 0)  # as OLMo-core marks its own
+        return prepared_inputs
+
+    model._prepare_inputs = prepared  # pyright: ignore[reportAttributeAccessIssue] the same five results
 
 
 def _gather(x: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Hugging Face config → OLMo-core model, sharded with FSDP2 and filled from the folder, with an exact name map.
+"""Hugging Face config → OLMo-core model, sharded or whole and filled from the folder, with an exact name map.
 
 OLMo-core has no builder from a Hugging Face config, so each family is spelled out here, down to the order in which its
 norm rounds and the precision of its rotary embedding: in bf16 either one alone moves logits visibly.
@@ -23,15 +23,15 @@ from olmo_core.nn.transformer import (
     TransformerConfig,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from grpo_lib.config import TrainerConfig
 from grpo_lib.errors import DataError
 from grpo_lib.trainers.hf_checkpoint import HfFolder
 from grpo_lib.trainers.joined_documents import ROW_MULTIPLE
-from grpo_lib.trainers.olmo_core_attention import use_document_attention
+from grpo_lib.trainers.olmo_core_attention import bound_single_documents, use_document_attention
 from grpo_lib.trainers.olmo_core_head import TokenLogprobHeadConfig
+from grpo_lib.trainers.olmo_core_weights import ShardedWeights, Weights, WholeWeights, fsdp_modules
 from grpo_lib.trainers.output_head import HeadOptions
 from grpo_lib.trainers.varlen_attention import document_kernel
 
@@ -196,7 +196,7 @@ def transformer_config(config: Mapping[str, Any]) -> TransformerConfig:
     )
 
 
-def build_sharded(
+def build_weights(
     folder: HfFolder,
     *,
     config: TrainerConfig,
@@ -205,38 +205,34 @@ def build_sharded(
     compute_dtype: torch.dtype,
     head: HeadOptions,
     trainable: bool,
-) -> Transformer:
-    """The folder's model on this rank: fp32 shards, computing in `compute_dtype`, attention inside documents.
+) -> Weights:
+    """The folder's model on this rank: fp32 masters, computing in `compute_dtype`, attention inside documents.
 
     Raises:
         DataError: names the tensor or setting that does not fit.
     """
-    model = sharded_model(
-        folder.config,
-        config=config,
-        mesh=mesh,
-        device=device,
-        compute_dtype=compute_dtype,
-        head=head,
-        trainable=trainable,
-    )
-    _load(model, folder, mesh)
-    return model
-
-
-def sharded_model(
-    hf_config: Mapping[str, Any],
-    *,
-    config: TrainerConfig,
-    mesh: DeviceMesh,
-    device: torch.device,
-    compute_dtype: torch.dtype,
-    head: HeadOptions,
-    trainable: bool,
-) -> Transformer:
-    """As `build_sharded`, with weights unset. Checkpointing, compilation and sharding apply in this order only."""
-    plan = transformer_config(hf_config)
+    plan = transformer_config(folder.config)
     plan = dataclasses.replace(plan, lm_head=TokenLogprobHeadConfig.extending(plan.lm_head, head))
+    model = _computing_model(plan, config, device=device, compute_dtype=compute_dtype, trainable=trainable)
+    if mesh.size() > 1:
+        _shard(model, mesh, compute_dtype)
+        weights: Weights = ShardedWeights(_with_memory(model, plan, device), mesh)
+    else:
+        model = _with_memory(model.to(compute_dtype), plan, device)
+        has_masters = trainable and compute_dtype is not torch.float32
+        masters = _with_memory(plan.build(init_device="meta"), plan, device) if has_masters else model
+        weights = WholeWeights(model, masters)
+    if config.compile:
+        # A compiled block is made for the rotary table it saw first, and would be made again for a longer one.
+        model.get_rope_buffers(longest_row(config), device)
+    _load(weights, folder)
+    return weights
+
+
+def _computing_model(
+    plan: TransformerConfig, config: TrainerConfig, *, device: torch.device, compute_dtype: torch.dtype, trainable: bool
+) -> Transformer:
+    """The model without memory for its weights. Checkpointing, compilation and sharding apply in this order only."""
     model = plan.build(init_device="meta")
     model.requires_grad_(trainable)
     kernel = document_kernel(device, compute_dtype)
@@ -247,6 +243,11 @@ def sharded_model(
         # The buckets of the dense attention are data to a compiler, and each of them would be a graph of its own.
         assert kernel is not None, f"compiled blocks need a kernel that takes boundaries, {compute_dtype} has none"
         model.apply_compile()
+        bound_single_documents(model)
+    return model
+
+
+def _shard(model: Transformer, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     model.apply_fsdp(dp_mesh=mesh, param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for module in fsdp_modules(model):
         # FSDP2 divides summed gradients by the number of ranks. Losses here are divided by a denominator that already
@@ -254,16 +255,14 @@ def sharded_model(
         # number of ranks, where scaling the loss by it would round; gloo has no pre-multiplied sum either.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        if mesh.size() == 1 and device.type == "cuda":
-            # Nothing is gathered on one rank, but weights are cast: once a step, not again for the backward pass.
-            module.set_reshard_after_forward(False, recurse=False)
+
+
+def _with_memory(model: Transformer, plan: TransformerConfig, device: torch.device) -> Transformer:
+    """The same model with its tensors on the device, unset."""
     model.to_empty(device=device)
-    if is_tied(hf_config):
+    if plan.tie_word_embeddings:
         # `to_empty` gives every module a tensor of its own and so unties the head, which would then drift.
         model.lm_head.w_out.weight = model.embeddings.weight
-    if config.compile:
-        # A compiled block is made for the rotary table it saw first, and would be made again for a longer one.
-        model.get_rope_buffers(longest_row(config), device)
     return model
 
 
@@ -283,15 +282,10 @@ def _limit_activations(model: Transformer, config: TrainerConfig) -> None:
         model.apply_activation_checkpointing(modes.budget, activation_memory_budget=config.activation_memory_budget)
 
 
-def fsdp_modules(model: Transformer) -> list[FSDPModule]:
-    """Modules that own FSDP parameters, the root first; the same order on every rank."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def _load(model: Transformer, folder: HfFolder, mesh: DeviceMesh) -> None:
-    """Fill every shard with its rows of the folder's tensors."""
+def _load(weights: Weights, folder: HfFolder) -> None:
+    """Fill every master with its rows of the folder's tensors."""
     names = NameMap(folder.config)
-    parameters = {names.hf(name): parameter for name, parameter in model.named_parameters()}
+    parameters = {names.hf(name): parameter for name, parameter in weights.masters.named_parameters()}
     unfilled = {names.hf(name) for name in names.trainer_names} - parameters.keys()
     assert not unfilled, f"the name map lists tensors that the model lacks: {sorted(unfilled)}"
     expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
@@ -300,17 +294,9 @@ def _load(model: Transformer, folder: HfFolder, mesh: DeviceMesh) -> None:
         expected[TIED_HEAD] = expected[names.hf("embeddings.weight")]
     folder.check_tensors(expected)
     for name, parameter in parameters.items():
-        assert isinstance(parameter, DTensor), name
-        assert parameter.placements == (Shard(0),), (name, parameter.placements)
-        start, stop = shard_rows(parameter.shape[0], mesh.size(), mesh.get_local_rank())
-        with torch.no_grad():
-            parameter.to_local().copy_(folder.rows(name, start, stop))
-
-
-def shard_rows(num_rows: int, num_shards: int, shard: int) -> tuple[int, int]:
-    """Rows [start, stop) of a shard: `torch.chunk`'s split, which FSDP2 uses; the last shards may be short or empty."""
-    size = -(-num_rows // num_shards)
-    return min(shard * size, num_rows), min((shard + 1) * size, num_rows)
+        assert getattr(parameter, "placements", (Shard(0),)) == (Shard(0),), name
+        weights.fill(parameter, lambda start, stop, name=name: folder.rows(name, start, stop))
+    weights.publish()
 
 
 def _family(config: Mapping[str, Any]) -> _Family:

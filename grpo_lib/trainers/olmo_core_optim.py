@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_lib.config import TrainerConfig
 from grpo_lib.errors import ConfigError, NonFiniteGradient
-from grpo_lib.trainers.measured_adamw import MeasuredAdamW, local_tensor
+from grpo_lib.trainers.measured_adamw import MeasuredAdamW, global_norm, local_tensor
 from grpo_lib.types import Stat, StepMetrics
 
 
@@ -28,12 +29,23 @@ class _MeasuredAdamWConfig(AdamWConfig):
 
 
 class SteppedAdamW:
-    """AdamW on fp32 shards, whose learning rate is a function of the number of steps already applied.
+    """AdamW on fp32 masters, whose learning rate is a function of the number of steps already applied.
 
     Keeping no schedule state means that a resumed run and a step that was not applied need no bookkeeping.
+
+    Args:
+        model: Of the masters.
+        copies: Master → the weight in another dtype that follows it.
     """
 
-    def __init__(self, model: Transformer, config: TrainerConfig, *, total_steps: int) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        config: TrainerConfig,
+        *,
+        total_steps: int,
+        copies: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._config, self._total_steps = config, total_steps
         self._schedule = _schedule(config)
@@ -44,6 +56,7 @@ class SteppedAdamW:
             weight_decay=config.weight_decay,
             fused=True,  # one kernel for all shards: five times faster here than a dispatch per tensor and operation
         ).build(model)  # pyright: ignore[reportAttributeAccessIssue] of the class that the configuration names
+        self.adamw.copies = copies or {}
         for parameter in self._parameters:
             # PyTorch fills in missing state while saving by a real step with zero gradients, which counts: after a
             # checkpoint at version 0 the first update would be half as large. So the state exists from the start.
@@ -113,14 +126,13 @@ class SteppedAdamW:
 
     def _global_grad_norm(self) -> torch.Tensor:
         """L2 norm over all parameters and ranks, a scalar on the device."""
-        grads = [parameter.grad for parameter in self._parameters]
-        assert all(grad is not None for grad in grads), "optim_step without a forward_backward before it"
-        if grads[0].is_cuda:  # pyright: ignore[reportOptionalMemberAccess] None is excluded above
-            own = torch.nn.utils.get_total_norm([local_tensor(grad) for grad in grads if grad is not None])
-            total = own.square()
+        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        assert len(grads) == len(self._parameters), "optim_step without a forward_backward before it"
+        if grads[0].is_cuda:
+            total = global_norm([local_tensor(grad) for grad in grads]).square()
             dist.all_reduce(total)
             return total.sqrt()
-        norm = torch.nn.utils.get_total_norm(grads)  # pyright: ignore[reportArgumentType] None is excluded above
+        norm = torch.nn.utils.get_total_norm(grads)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

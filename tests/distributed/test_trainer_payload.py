@@ -71,14 +71,14 @@ def test_bf16_payload_is_the_rounded_source(
 def payload_with_the_root_left_sharded(rank: int, num_ranks: int, model: Path) -> tuple[str, bool]:
     trainer: Any = OLMO_CORE.build(rank, num_ranks, model)
     before = weights_of(trainer)
-    trainer._root.unshard = lambda: None  # what a per-block gather does
+    trainer._weights.root.unshard = lambda: None  # what a per-block gather does
     try:
         weights_of(trainer)
     except AssertionError as error:
         message = str(error)
     else:
         message = "sent"
-    del trainer._root.unshard
+    del trainer._weights.root.unshard
     return message, largest_difference(weights_of(trainer), before) == 0
 
 
@@ -91,16 +91,16 @@ def test_a_root_parameter_that_was_not_gathered_is_never_sent(
 
 
 def build_without_the_root_unit(rank: int, num_ranks: int, model: Path) -> str:
-    from grpo_lib.trainers import olmo_core
+    from grpo_lib.trainers import olmo_core_weights
 
-    original = olmo_core._units
-    olmo_core._units = lambda sharded: original(sharded)[1:]
+    original = olmo_core_weights._owned
+    olmo_core_weights._owned = lambda model: dict(list(original(model).items())[1:])
     try:
         OLMO_CORE.build(rank, num_ranks, model)
     except AssertionError as error:
         return str(error)
     finally:
-        olmo_core._units = original
+        olmo_core_weights._owned = original
     return "built"
 
 

@@ -114,6 +114,10 @@ def test_families_equal_hugging_face_in_bf16(
     assert largest_difference(scores, hf_scores(tiny_models[family], torch.bfloat16)) <= 5e-3
 
 
+# One rank may keep its tensors in another way than several do.
+each_pool = pytest.mark.parametrize("pool", ["one_rank", "two_ranks"])
+
+
 def train_in_bf16(rank: int, num_ranks: int, case: BackendCase, model: Path) -> tuple[Any, ...]:
     config = CONFIG.model_copy(update={"learning_rate": 1e-6, "warmup_steps": 0, "lr_scheduler": "constant"})
     trainer = case.build(rank, num_ranks, model, dtype="bfloat16", config=config)
@@ -132,12 +136,14 @@ def train_in_bf16(rank: int, num_ranks: int, case: BackendCase, model: Path) -> 
     )
 
 
+@each_pool
 @each_bf16_backend
 def test_bf16_keeps_fp32_master_weights_that_a_small_learning_rate_moves(
-    two_ranks: RankPool, tiny_models: dict[str, Path], case: BackendCase
+    request: pytest.FixtureRequest, tiny_models: dict[str, Path], case: BackendCase, pool: str
 ) -> None:
     """At 1e-6 an update is far below bf16's spacing: it must not be lost, and the engine may not see it yet."""
-    for update_rms, moved, visible, is_rounded in two_ranks.run(train_in_bf16, case, tiny_models["qwen3_tied"]):
+    ranks: RankPool = request.getfixturevalue(pool)
+    for update_rms, moved, visible, is_rounded in ranks.run(train_in_bf16, case, tiny_models["qwen3_tied"]):
         assert all(0 < rms < 1e-6 for rms in update_rms)
         assert 0 < moved < 1e-5
         assert visible < 1e-2
@@ -159,13 +165,15 @@ def accumulate_in_bf16(rank: int, num_ranks: int, case: BackendCase, model: Path
     return max(float(np.abs(together[name] - total[name]).max() / np.abs(total[name]).max()) for name in total)
 
 
+@each_pool
 @each_bf16_backend
 def test_gradients_of_micro_batches_are_added_in_fp32(
-    two_ranks: RankPool, tiny_models: dict[str, Path], case: BackendCase
+    request: pytest.FixtureRequest, tiny_models: dict[str, Path], case: BackendCase, pool: str
 ) -> None:
     """Sums in bf16 would be off by 2^-8."""
     assert len(PLAN.micro_batches[0]) > 1
-    assert max(two_ranks.run(accumulate_in_bf16, case, tiny_models["qwen3_tied"])) <= 1e-6
+    ranks: RankPool = request.getfixturevalue(pool)
+    assert max(ranks.run(accumulate_in_bf16, case, tiny_models["qwen3_tied"])) <= 1e-6
 
 
 def train_tied(rank: int, num_ranks: int, case: BackendCase, model: Path) -> tuple[dict[str, np.ndarray], Any]:

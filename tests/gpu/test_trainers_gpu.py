@@ -16,6 +16,7 @@ import torch
 from grpo_lib.algo.packing import pack, plan_step, unpack_tokens
 from grpo_lib.errors import GrpoError, NonFiniteGradient
 from grpo_lib.interfaces import InspectableTrainer
+from grpo_lib.trainers.measured_adamw import MeasuredAdamW, global_norm, local_tensor
 from grpo_lib.trainers.output_head import HeadOptions, TorchRows, fused_logprobs, projected_logprobs
 from grpo_lib.trainers.varlen_attention import DocumentKernel, document_kernel
 from grpo_lib.types import StateKind, TrainingSample
@@ -200,13 +201,17 @@ def test_weights_are_plain_full_tensors_of_the_folder(model: Path, case: Backend
         assert torch.equal(tensor.cpu(), folder[name].bfloat16()), name
 
 
-def test_a_left_out_root_is_noticed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpo_lib.trainers import olmo_core
-
-    original = olmo_core._units
-    monkeypatch.setattr(olmo_core, "_units", lambda model: original(model)[1:])
-    with pytest.raises(AssertionError, match="FSDP units own"):
-        build(OLMO_CORE, model)
+@each_case
+def test_weights_are_the_rounded_masters_after_a_step(model: Path, case: BackendCase) -> None:
+    trainer = build(case, model)
+    gradients(trainer)
+    trainer.optim_step()
+    sent = {name: t for bucket in trainer.named_weights() for name, t in bucket.tensors}
+    masters = {name: t for bucket in trainer.named_state(StateKind.WEIGHT) for name, t in bucket.tensors}
+    assert all(torch.equal(sent[name], masters[name].bfloat16()) for name in sent)
+    before = scores(trainer, samples())
+    trainer.load_state(StateKind.WEIGHT, lambda name: masters[name].cpu())
+    assert largest_difference(before, scores(trainer, samples())) == 0, "the model computes with what is sent"
 
 
 # --- Gradients and steps ----------------------------------------------------------------------------------------------
@@ -250,6 +255,60 @@ def test_a_step_is_that_of_pytorchs_adamw(model: Path, case: BackendCase) -> Non
     assert values["optim/update_rms"] == pytest.approx((squares / num) ** 0.5, rel=1e-3)
 
 
+def test_gradients_of_micro_batches_add_up_in_fp32(model: Path) -> None:
+    """One micro-batch leaves its gradients in bfloat16; the sum of several would lose them there."""
+    trainer = build(OLMO_CORE, model)
+    plan = plan_step(samples(), num_ranks=1, pack_length=64, micro_batch_packs=1)
+    batches = plan.micro_batches[0]
+    assert len(batches) > 1
+    total: dict[str, np.ndarray] = {}
+    for batch in batches:
+        trainer.forward_backward([batch], policy_loss(), loss_denominator=10.0)
+        for name, gradient in device_state(trainer, StateKind.GRADIENT).items():
+            total[name] = total[name] + gradient if name in total else gradient
+        weights = device_state(trainer, StateKind.WEIGHT)
+        trainer.load_state(StateKind.WEIGHT, lambda name, weights=weights: torch.tensor(weights[name]))  # drops them
+    trainer.forward_backward(batches, policy_loss(), loss_denominator=10.0)
+    together = device_state(trainer, StateKind.GRADIENT)
+    rounded = {name: torch.tensor(gradient).bfloat16().float().numpy() for name, gradient in total.items()}
+    # Documents are shorter than a tile, so that attention adds up its gradients in one order.
+    assert relative_difference(together, total) < 1e-5
+    assert relative_difference(rounded, total) > 1e-4, "a sum in bfloat16 would not be noticed"
+
+
+def relative_difference(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
+    """Largest over all tensors, relative to the tensor's largest element."""
+    return max(float(np.abs(found[name] - expected[name]).max() / np.abs(expected[name]).max()) for name in expected)
+
+
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16])
+def test_one_pass_adamw_is_pytorchs_and_writes_the_rounded_copy(gradient_dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(4)
+    weight = torch.nn.Parameter(torch.randn(5000, generator=generator, device="cuda"))
+    weight.grad_dtype = None
+    gradient = torch.randn(5000, generator=generator, device="cuda").to(gradient_dtype)
+    copy = torch.zeros(5000, device="cuda", dtype=torch.bfloat16)
+    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
+    ours = MeasuredAdamW([weight], **options)
+    ours.copies = {weight: copy}
+    ours.state[weight] = {
+        "step": torch.zeros((), device="cuda"),
+        "exp_avg": torch.zeros_like(weight),
+        "exp_avg_sq": torch.zeros_like(weight),
+    }
+    other = torch.nn.Parameter(weight.detach().clone())
+    theirs = torch.optim.AdamW([other], **options)
+    for step in range(3):
+        norm = global_norm([gradient])
+        torch.testing.assert_close(norm, gradient.double().norm().float(), rtol=1e-5, atol=0)
+        weight.grad, other.grad = gradient, gradient.float() * (0.5 / (norm + 1e-6))
+        ours.start(step, norm=norm, max_norm=0.5)
+        ours.step()
+        theirs.step()
+        torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
+        assert torch.equal(copy, weight.detach().bfloat16())
+
+
 @pytest.mark.parametrize("case", [OLMO_CORE, ZERO[2], ZERO[3]], ids=lambda case: case.name)
 def test_a_gradient_that_is_not_finite_changes_nothing(model: Path, case: BackendCase) -> None:
     trainer = build(case, model)
@@ -271,7 +330,7 @@ def spoil_gradient(trainer: Any) -> None:
         name = next(iter(trainer._parameters))
         trainer._state.held(StateKind.GRADIENT, name).values[0] = float("nan")
     else:
-        next(iter(trainer._model.parameters())).grad.to_local().view(-1)[0] = float("nan")
+        local_tensor(next(iter(trainer._masters.parameters())).grad).view(-1)[0] = float("nan")
 
 
 # --- Speed is not bought with waiting or compiling --------------------------------------------------------------------
@@ -289,7 +348,7 @@ def test_no_host_waits_between_the_batch_and_its_backward_pass(model: Path, case
         logprobs, _ = trainer._forward(batch.input_ids, labels, batch.doc_ids, batch.position_ids)
         value, _ = policy_loss()(logprobs, batch.to("cuda"), 100.0)
         if case.backend == "olmo_core":  # DeepSpeed's own backward pass waits
-            trainer._backward(value, True)
+            trainer._weights.backward(value, is_last=True)
         with pytest.raises(RuntimeError, match="synchroniz"):
             value.item()
     finally:

@@ -21,6 +21,7 @@ from grpo_lib.parity.probe import StoredLogprobs
 from grpo_lib.parity.replay_inputs import ReplayBatch
 from grpo_lib.parity.report import gate, render, to_dict
 from grpo_lib.stages.replay_files import StateFile
+from grpo_lib.trainers.measured_adamw import local_tensor
 from grpo_lib.types import PackedBatch, ParityVerdict
 from tests.parity import saboteurs
 from tests.parity.cases import CASES, Case, replaced_rollouts
@@ -93,7 +94,7 @@ def test_noise_in_a_gradient_is_not_taken_for_other_advantages(lab: Lab) -> None
             metrics = self._backend.forward_backward(micro_batches, loss, loss_denominator=loss_denominator)
             generator = torch.Generator().manual_seed(3)
             for parameter in self._backend._model.parameters():
-                shard = parameter.grad.to_local()
+                shard = local_tensor(parameter.grad)
                 shard.add_(1e-3 * torch.randn(shard.shape, generator=generator))
             return metrics
 

@@ -20,8 +20,9 @@ from grpo_lib.trainers.olmo_core_attention import (
     DocumentBuckets,
     use_document_attention,
 )
-from grpo_lib.trainers.olmo_core_model import NameMap, shard_rows, transformer_config
+from grpo_lib.trainers.olmo_core_model import NameMap, transformer_config
 from grpo_lib.trainers.olmo_core_optim import SteppedAdamW
+from grpo_lib.trainers.olmo_core_weights import shard_rows
 
 SIZES = {
     "hidden_size": 32,
@@ -96,7 +97,7 @@ def test_unsupported_models_are_refused_by_setting(change: dict[str, Any], messa
 
 
 @pytest.mark.parametrize(("num_rows", "num_shards"), [(264, 2), (5, 2), (7, 4), (3, 8)])
-def testshard_rows_are_torch_chunk(num_rows: int, num_shards: int) -> None:
+def test_shard_rows_are_torch_chunk(num_rows: int, num_shards: int) -> None:
     rows = torch.arange(num_rows)
     shards = [rows[slice(*shard_rows(num_rows, num_shards, shard))] for shard in range(num_shards)]
     chunks = list(rows.chunk(num_shards)) + [rows[:0]] * (num_shards - len(rows.chunk(num_shards)))
