@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from grpo_lib.config import RolloutConfig
-from grpo_lib.errors import DataError, WeightSyncError
+from grpo_lib.errors import ConfigError, DataError, WeightSyncError
 from grpo_lib.rollout.command_loop import CommandLoop
 from grpo_lib.rollout.model_folder import ModelFolder, open_model_folder
 from grpo_lib.rollout.options import GpuBudget, engine_arguments, import_architecture, prepare_process
+from grpo_lib.rollout.vllm_core import Generated, VllmCore
 from grpo_lib.rollout.vllm_requests import (
     InFlight,
     InFlightScore,
     RequestLimits,
     finish_reason,
-    flat_values,
     sampling_params,
     scoring_params,
 )
-from grpo_lib.types import Completion, FinishReason, GenerationRequest, WeightReceipt
-
-if TYPE_CHECKING:
-    import vllm
-    from vllm.v1.engine.llm_engine import LLMEngine
+from grpo_lib.types import Completion, FinishReason, GenerationRequest, SamplingParams, WeightReceipt
 
 _CLOSE_TIMEOUT_S = 30.0  # longest iteration or command that `close` waits out
 
@@ -57,8 +53,9 @@ class IllegalTransition(RuntimeError):
 class VllmEngine:
     """`RolloutEngine` on vLLM's synchronous engine; owns its process' torch settings.
 
-    One thread steps vLLM; every other call is a command that it runs between two steps, so a pause never cuts a step
-    in half and weights never change inside one. The states are RUNNING → PAUSED → UPDATING → PAUSED → RUNNING,
+    One thread steps vLLM; every other call is a command that it runs between two steps. On a GPU the next step is under
+    way by then: a pause first takes its results, so weights never change inside one and no token has two versions.
+    The states are RUNNING → PAUSED → UPDATING → PAUSED → RUNNING,
     and with sleep RUNNING → PAUSED → ASLEEP → AWAKE → UPDATING → PAUSED → RUNNING.
 
     A weight update drops the prefix cache and recomputes the keys and values of requests in flight when they go on:
@@ -93,6 +90,7 @@ class VllmEngine:
 
         Raises:
             DataError: the folder lacks weights or does not fit its config.
+            ConfigError: an fp32 head was asked for, but vLLM does not compute one.
         """
         prepare_process(threads)
         self._name, self._config = name, config
@@ -108,6 +106,7 @@ class VllmEngine:
         self._arrived = threading.Condition()  # guards `_finished`, `_in_flight` and `_state`
         self._loop = CommandLoop(name, iterate=self._step, has_work=self._has_work, on_failure=self._give_up)
         self._loop.start()
+        expects_fp32_head = fp32_head and dtype != "float32"
         arguments = partial(
             engine_arguments,
             model_path=model_path,
@@ -119,7 +118,7 @@ class VllmEngine:
             fp32_head=fp32_head,
             gpu=gpu,
         )
-        self._llm: LLMEngine = self._loop.call(lambda: self._build(arguments, threads), fatal=True)
+        self._vllm = self._loop.call(lambda: self._build(arguments, threads, expects_fp32_head), fatal=True)
 
     # -- generating ------------------------------------------------------------------------------------------------
 
@@ -180,8 +179,13 @@ class VllmEngine:
     # -- pausing and weights ---------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Stop stepping; pausing a paused engine changes nothing."""
-        self._transition("pause", {EngineState.RUNNING, EngineState.PAUSED}, EngineState.PAUSED)
+        """Stop stepping, once the step under way has ended; pausing a paused engine changes nothing."""
+        self._move(
+            "pause",
+            {EngineState.RUNNING, EngineState.PAUSED},
+            EngineState.PAUSED,
+            lambda: self._settle(self._vllm.drain()),
+        )
 
     def resume(self) -> None:
         self._transition("resume", {EngineState.PAUSED}, EngineState.RUNNING)
@@ -194,12 +198,12 @@ class VllmEngine:
         """
         if not self._config.sleep_while_training:
             raise IllegalTransition(f"{self._name} was started with rollout.sleep_while_training=false")
-        self._move("sleep", EngineState.PAUSED, EngineState.ASLEEP, lambda: self._llm.sleep(level=1, mode="keep"))
+        self._move("sleep", {EngineState.PAUSED}, EngineState.ASLEEP, lambda: self._llm.sleep(level=1, mode="keep"))
 
     def wake(self) -> None:
         """Take the memory back. A sleeping engine can lose weights without a word (trl 5312), so that the engine
         serves again only after a weight update, whose certificate the caller checks before `resume`."""
-        self._move("wake", EngineState.ASLEEP, EngineState.AWAKE, lambda: self._llm.wake_up())
+        self._move("wake", {EngineState.ASLEEP}, EngineState.AWAKE, lambda: self._llm.wake_up())
 
     def load_weights(self, path: Path, policy_version: int) -> None:
         folder = open_model_folder(path)
@@ -263,16 +267,21 @@ class VllmEngine:
 
     # -- in the loop's thread --------------------------------------------------------------------------------------
 
-    def _build(self, arguments: Callable[[], dict[str, Any]], threads: int) -> LLMEngine:
+    def _build(self, arguments: Callable[[], dict[str, Any]], threads: int, expects_fp32_head: bool) -> VllmCore:
         import torch
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         import_architecture(self._folder.path, self._config)
         torch.set_num_threads(threads)  # counted per thread, and vLLM forbids it once it runs
-        llm = LLMEngine.from_engine_args(EngineArgs(**arguments()))
-        _warm_up(llm, self._limits.max_model_len)
-        return llm
+        core = VllmCore(LLMEngine.from_engine_args(EngineArgs(**arguments())))
+        if expects_fp32_head and not all(core.llm.collective_rpc("has_fp32_head")):
+            raise ConfigError(
+                f"{self._name}: asked for an fp32 head, as the trainer has it, but this vLLM rounds the logits of "
+                f"{self._folder.path} to bfloat16; set model.fp32_head=false, so that both sides round"
+            )
+        _warm_up(core, self._limits.max_model_len)
+        return core
 
     def _has_work(self) -> bool:
         return self._state is EngineState.RUNNING and bool(self._in_flight or self._scores)
@@ -280,36 +289,32 @@ class VllmEngine:
     def _admit(self, flights: Sequence[InFlight]) -> None:
         for flight in flights:
             request = flight.request
-            self._add(request.request_id, request.prompt_token_ids, sampling_params(request.sampling, request.seed))
+            self._vllm.add(
+                request.request_id, request.prompt_token_ids, sampling_params(request.sampling, request.seed)
+            )
 
     def _admit_scores(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[Future[np.ndarray]]:
         futures: list[Future[np.ndarray]] = []
         for token_ids, num_prompt_tokens in sequences:
-            score = InFlightScore(num_prompt_tokens=num_prompt_tokens, future=Future())
+            score = InFlightScore(num_tokens=len(token_ids), num_prompt_tokens=num_prompt_tokens, future=Future())
             key = f"\0score-{next(self._score_ids)}"  # no request id of a caller starts with NUL
             self._scores[key] = score
             futures.append(score.future)
-            self._add(key, token_ids, scoring_params())
+            self._vllm.add(key, token_ids, scoring_params())
         return futures
 
-    def _add(self, request_id: str, token_ids: Sequence[int], params: vllm.SamplingParams) -> None:
-        self._llm.add_request(request_id, {"type": "token", "prompt_token_ids": list(token_ids)}, params)
-
     def _step(self) -> None:
+        self._settle(self._vllm.step())
+
+    def _settle(self, finished: Sequence[Generated]) -> None:
+        """Hand out what finished under the current policy version."""
         done: list[Completion] = []
-        outputs: list[Any] = self._llm.step()  # of sampled requests only; pooling ones are never added
-        for output in outputs:
-            if not output.finished:
+        for generated in finished:
+            if (score := self._scores.pop(generated.key, None)) is not None:
+                score.future.set_result(score.response_part(generated.prompt_logprobs))
                 continue
-            if (score := self._scores.pop(output.request_id, None)) is not None:
-                values = np.asarray(flat_values(output.prompt_logprobs, len(output.prompt_token_ids) - 1), np.float32)
-                score.future.set_result(values[score.num_prompt_tokens - 1 :])
-                continue
-            (sample,) = output.outputs
-            flight = self._in_flight[output.request_id]
-            logprobs = flat_values(sample.logprobs, len(sample.token_ids))
-            reason = finish_reason(sample.finish_reason)
-            done.append(flight.completion(sample.token_ids, logprobs, reason, self._policy_version))
+            reason = finish_reason(generated.finish_reason)
+            done.append(self._in_flight[generated.key].completion(generated, reason, self._policy_version))
         if done:
             self._deliver(done)
 
@@ -321,14 +326,12 @@ class VllmEngine:
             self._arrived.notify_all()
 
     def _abort(self, wanted: frozenset[str]) -> list[Completion]:
-        fragments: list[Completion] = []
-        for flight, state in self._progress():
-            if flight.request.request_id not in wanted:
-                continue
-            token_ids = list(state.detokenizer.output_token_ids)
-            logprobs = flat_values(state.logprobs_processor.logprobs, len(token_ids))
-            fragments.append(flight.completion(token_ids, logprobs, FinishReason.ABORT, self._policy_version))
-        self._llm.abort_request([fragment.request_id for fragment in fragments])
+        fragments = [
+            flight.completion(generated, FinishReason.ABORT, self._policy_version)
+            for flight, generated in self._progress()
+            if generated.key in wanted
+        ]
+        self._vllm.abort([fragment.request_id for fragment in fragments])
         with self._arrived:
             for fragment in fragments:
                 del self._in_flight[fragment.request_id]
@@ -340,22 +343,24 @@ class VllmEngine:
         self._require("commit_weights", EngineState.UPDATING)
         if not self._receipts:
             raise IllegalTransition(f"{self._name}: commit_weights before the update has finished")
-        for flight, state in self._progress():
-            flight.marks.append((self._policy_version, state.detokenizer.num_output_tokens()))
+        for flight, generated in self._progress():
+            flight.marks.append((self._policy_version, len(generated.token_ids)))
         self._policy_version = policy_version
         self._set_state(EngineState.PAUSED)
         receipts, self._receipts = self._receipts, ()
         return receipts
 
-    def _progress(self) -> Iterator[tuple[InFlight, Any]]:
-        """Unfinished requests with vLLM's own record of them, which no output shows before the end."""
-        for state in list(self._llm.output_processor.request_states.values()):
-            flight = self._in_flight.get(state.external_req_id)
-            if flight is not None:  # else a sequence being scored
-                yield flight, state
+    def _progress(self) -> list[tuple[InFlight, Generated]]:
+        """Unfinished samples with what they have so far."""
+        flights = ((self._in_flight.get(generated.key), generated) for generated in self._vllm.unfinished)
+        return [(flight, generated) for flight, generated in flights if flight is not None]  # else one being scored
+
+    @property
+    def _llm(self) -> Any:
+        return self._vllm.llm
 
     def _shut_down(self) -> None:
-        self._llm.engine_core.shutdown()
+        self._vllm.shutdown()
 
     # -- states ----------------------------------------------------------------------------------------------------
 
@@ -382,12 +387,12 @@ class VllmEngine:
 
         self._loop.call(move)
 
-    def _move(self, call: str, start: EngineState, target: EngineState, work: Callable[[], object]) -> None:
+    def _move(self, call: str, allowed: set[EngineState], target: EngineState, work: Callable[[], object]) -> None:
         """A transition with work in it; when that fails, what the engine holds is unknown and it ends."""
-        self._require(call, start)
+        self._require(call, *allowed)
 
         def move() -> None:
-            self._require(call, start)
+            self._require(call, *allowed)
             work()
             self._set_state(target)
 
@@ -435,20 +440,14 @@ def _limits(folder: ModelFolder, config: RolloutConfig, max_model_len: int) -> R
     )
 
 
-def _warm_up(llm: LLMEngine, max_model_len: int) -> None:
+def _warm_up(core: VllmCore, max_model_len: int) -> None:
     """Run one sampled request and one scored one, so that the first real one finds everything loaded."""
-    import vllm
-
     prompt = [0] * max(1, min(4, max_model_len - 2))
     num_tokens = min(2, max_model_len - len(prompt))  # the second is the first to be decoded
-    for name, params in (
-        (
-            "sample",
-            vllm.SamplingParams(max_tokens=num_tokens, seed=0, logprobs=0, flat_logprobs=True, detokenize=False),
-        ),
-        ("score", scoring_params()),
-    ):
-        llm.add_request(f"warm-up-{name}", {"type": "token", "prompt_token_ids": list(prompt)}, params)
-    while llm.has_unfinished_requests():
-        llm.step()
-    llm.reset_prefix_cache()
+    sampling = SamplingParams(temperature=1.0, max_tokens=num_tokens, stop_token_ids=())
+    core.add("sample", prompt, sampling_params(sampling, seed=0))
+    core.add("score", prompt, scoring_params())
+    while core.unfinished:
+        core.step()
+    core.drain()
+    core.llm.reset_prefix_cache()

@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from grpo_lib.rollout.vllm_core import Generated
 from grpo_lib.types import Completion, FinishReason, GenerationRequest, SamplingParams, VersionSpan
 
 if TYPE_CHECKING:
@@ -67,14 +68,15 @@ class InFlight:
     submitted_at: float = field(default_factory=time.perf_counter)
     marks: list[tuple[int, int]] = field(default_factory=list)  # (policy version, first token that is not its own)
 
-    def completion(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], reason: FinishReason, version: int
-    ) -> Completion:
+    def completion(self, generated: Generated, reason: FinishReason, version: int) -> Completion:
+        num_tokens = len(generated.token_ids)
+        if len(generated.logprobs) != num_tokens:
+            raise RuntimeError(f"vLLM returned {len(generated.logprobs)} log-probabilities for {num_tokens} tokens")
         return Completion(
             request_id=self.request.request_id,
-            token_ids=np.asarray(token_ids, dtype=np.int64),
-            logprobs=np.asarray(logprobs, dtype=np.float32),
-            version_spans=version_spans([*self.marks, (version, len(token_ids))]),
+            token_ids=np.asarray(generated.token_ids, dtype=np.int64),
+            logprobs=np.asarray(generated.logprobs, dtype=np.float32),
+            version_spans=version_spans([*self.marks, (version, num_tokens)]),
             finish_reason=reason,
             seed=self.request.seed,
             latency_s=time.perf_counter() - self.submitted_at,
@@ -85,8 +87,16 @@ class InFlight:
 class InFlightScore:
     """A sequence being scored; `future` receives its [R] float32 log-probabilities."""
 
+    num_tokens: int
     num_prompt_tokens: int
     future: Future[np.ndarray]
+
+    def response_part(self, logprobs: np.ndarray | None) -> np.ndarray:
+        """Of all tokens but the first → of the response's."""
+        returned = 0 if logprobs is None else len(logprobs)
+        if logprobs is None or returned != self.num_tokens - 1:
+            raise RuntimeError(f"vLLM returned {returned} log-probabilities for {self.num_tokens - 1} scored tokens")
+        return logprobs[self.num_prompt_tokens - 1 :].astype(np.float32)
 
 
 def version_spans(marks: Sequence[tuple[int, int]]) -> tuple[VersionSpan, ...]:
@@ -122,7 +132,6 @@ def sampling_params(sampling: SamplingParams, seed: int) -> vllm.SamplingParams:
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,
         logprobs=0,  # of the sampled token only
-        flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args=extra,
@@ -140,19 +149,10 @@ def scoring_params() -> vllm.SamplingParams:
         max_tokens=1,
         prompt_logprobs=0,
         ignore_eos=True,
-        flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
-
-
-def flat_values(logprobs: Any, count: int) -> Sequence[float]:
-    """The sampled tokens' log-probabilities out of vLLM's flat container, one per position."""
-    values = logprobs.logprobs if logprobs is not None else []
-    if len(values) != count:
-        raise RuntimeError(f"vLLM returned {len(values)} log-probabilities for {count} tokens")
-    return values
 
 
 def finish_reason(reason: str | None) -> FinishReason:

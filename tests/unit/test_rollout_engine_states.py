@@ -13,6 +13,7 @@ from grpo_lib.config import RolloutConfig
 from grpo_lib.data.models import resolve_model_path
 from grpo_lib.errors import WeightSyncError
 from grpo_lib.rollout.command_loop import LoopFailed
+from grpo_lib.rollout.vllm_core import VllmCore
 from grpo_lib.rollout.vllm_engine import IllegalTransition, VllmEngine
 from grpo_lib.types import GenerationRequest, SamplingParams, WeightReceipt
 
@@ -32,8 +33,15 @@ class FakeLlm:
         self.journal: list[str] = []
         self.fails: str | None = None
         self.keeps_prefix_cache = False
-        self.output_processor = SimpleNamespace(request_states={})
-        self.engine_core = SimpleNamespace(shutdown=lambda: self.journal.append("shutdown"))
+        self.input_processor = SimpleNamespace(
+            process_inputs=lambda key, *_, **__: SimpleNamespace(request_id=key), assign_request_id=lambda request: None
+        )
+        self.engine_core = SimpleNamespace(
+            engine_core=SimpleNamespace(batch_queue=None),
+            add_request=lambda _: self._note("add_request"),
+            get_output=lambda: SimpleNamespace(outputs=[]),
+            shutdown=lambda: self._note("shutdown"),
+        )
 
     def _note(self, call: str) -> None:
         self.journal.append(call)
@@ -54,17 +62,15 @@ class FakeLlm:
         self._note(f"reset_prefix_cache running={reset_running_requests}")
         return not self.keeps_prefix_cache
 
-    def add_request(self, *_: Any) -> None:
-        self._note("add_request")
-
-    def step(self) -> list[Any]:
-        return []
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
 
 
 class StandIn(VllmEngine):
-    def _build(self, arguments: Callable[[], dict[str, Any]], threads: int) -> Any:
-        del arguments, threads
-        return FakeLlm()
+    def _build(self, arguments: Callable[[], dict[str, Any]], threads: int, expects_fp32_head: bool) -> VllmCore:
+        del arguments, threads, expects_fp32_head
+        llm: Any = FakeLlm()
+        return VllmCore(llm)
 
     @property
     def llm(self) -> FakeLlm:

@@ -24,7 +24,7 @@ def test_gpu_arguments() -> None:
     config = RolloutConfig(max_num_seqs=100, sleep_while_training=True)
     arguments = gpu_arguments(config, GpuBudget(share=0.5, fixed_bytes=GIB), total_bytes=10 * GIB)
     assert arguments["kv_cache_memory_bytes"] == 4 * GIB
-    assert arguments["enable_sleep_mode"] is True
+    assert (arguments["enable_sleep_mode"], arguments["async_scheduling"]) == (True, True)
     assert arguments["compilation_config"]["cudagraph_capture_sizes"][-1] == 100
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from grpo_lib.rollout.vllm_requests import InFlight, RequestLimits, finish_reason, flat_values, version_spans
+from grpo_lib.rollout.vllm_core import Generated
+from grpo_lib.rollout.vllm_requests import InFlight, InFlightScore, RequestLimits, finish_reason, version_spans
 from grpo_lib.types import FinishReason, GenerationRequest, SamplingParams, VersionSpan
 
 LIMITS = RequestLimits(max_model_len=16, max_scored_len=16, vocab_size=50, temperature=0.7)
@@ -68,12 +72,13 @@ def test_version_spans(marks: list[tuple[int, int]], spans: tuple[VersionSpan, .
 def test_completion_keeps_ids_logprobs_and_versions() -> None:
     flight = InFlight(request=REQUEST)
     flight.marks.append((6, 1))
-    completion = flight.completion([7, 8, 1], [-0.5, -1.5, -2.5], FinishReason.STOP, 7)
+    generated = Generated(key="e0.p/3", token_ids=[7, 8, 1], logprobs=[-0.5, -1.5, -2.5])
+    completion = flight.completion(generated, FinishReason.STOP, 7)
     assert completion.token_ids.tolist() == [7, 8, 1]
     assert completion.logprobs.tolist() == [-0.5, -1.5, -2.5]
     assert completion.version_spans == (span(6, 0, 1), span(7, 1, 3))
     assert (completion.request_id, completion.seed) == ("e0.p/3", 3)
-    empty = InFlight(request=REQUEST).completion([], [], FinishReason.ABORT, 7)
+    empty = InFlight(request=REQUEST).completion(Generated(key="e0.p/3"), FinishReason.ABORT, 7)
     assert (empty.version_spans, empty.logprobs.dtype) == ((), np.float32)
 
 
@@ -85,7 +90,36 @@ def test_reasons_are_mapped_exactly_and_unknown_ones_raise() -> None:
 
 
 def test_missing_logprobs_are_an_error() -> None:
-    assert flat_values(SimpleNamespace(logprobs=[-1.0, -2.0]), 2) == [-1.0, -2.0]
-    assert flat_values(None, 0) == []
-    with pytest.raises(RuntimeError, match="0 log-probabilities for 2 tokens"):
-        flat_values(None, 2)
+    with pytest.raises(RuntimeError, match="1 log-probabilities for 2 tokens"):
+        InFlight(request=REQUEST).completion(
+            Generated(key="e0.p/3", token_ids=[7, 8], logprobs=[-0.5]), FinishReason.STOP, 7
+        )
+
+
+def test_a_score_is_the_part_of_the_response() -> None:
+    score = InFlightScore(num_tokens=5, num_prompt_tokens=3, future=Future())
+    scored = np.array([-1, -2, -3, -4], np.float32)  # of tokens 1 to 4
+    assert score.response_part(scored).tolist() == [-3, -4]
+    for wrong in (scored[:3], None):
+        with pytest.raises(RuntimeError, match="for 4 scored tokens"):
+            score.response_part(wrong)
+
+
+def output(tokens: list[int], logprobs: list[float], *, reason: str | None = None, prompt: Any = None) -> Any:
+    """One step's `EngineCoreOutput`, as far as it is read; vLLM puts the sampled token first and others behind it."""
+    sampled = SimpleNamespace(logprobs=np.array([[value, 9.0] for value in logprobs], np.float32)) if tokens else None
+    return SimpleNamespace(
+        new_token_ids=tokens, new_logprobs=sampled, new_prompt_logprobs_tensors=prompt, finish_reason=reason
+    )
+
+
+def test_generated_grows_by_step() -> None:
+    generated = Generated(key="a")
+    generated.take(output([5], [-0.5]))
+    generated.take(output([], [], prompt=SimpleNamespace(logprobs=torch.tensor([[-1.0, 9.0], [-2.0, 9.0]]))))
+    generated.take(output([6, 7], [-0.25, -0.125], reason="stop"))
+    assert generated.token_ids == [5, 6, 7]
+    assert generated.logprobs == [-0.5, -0.25, -0.125]
+    assert generated.prompt_logprobs is not None
+    assert generated.prompt_logprobs.tolist() == [-1.0, -2.0]
+    assert generated.finish_reason == "stop"
