@@ -61,7 +61,7 @@ def _add_up(
 ):  # fmt: skip
     row = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    start = tl.load(table + row).to(tl.pointer_type(INT))
+    start = tl.load(table + row).to(tl.pointer_type(INT))  # pyright: ignore[reportArgumentType] a dtype when compiled
     num_elements = tl.load(table + num_tensors + row)
     if VECTOR > 1:  # else the compiler takes no address for aligned
         start = tl.multiple_of(start, 16)

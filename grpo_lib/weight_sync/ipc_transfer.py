@@ -87,8 +87,9 @@ class IpcReceiver(WeightTransferEngine[IpcInitInfo, IpcUpdateInfo]):
 
     def _tensors(self, info: IpcUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
         area = self._areas[info.area]
-        for *fields, start in zip(info.names, info.dtype_names, info.shapes, info.starts, strict=True):
-            wire = WireTensor.parse(*fields)
+        columns = zip(info.names, info.dtype_names, info.shapes, info.starts, strict=True)
+        for name, dtype_name, shape, start in columns:
+            wire = WireTensor.parse(name, dtype_name, shape)
             if start + wire.num_bytes > area.numel():
                 raise WeightSyncError(f"{VLLM_BACKEND}: {wire} at {start} ends beyond the area's {area.numel()} bytes")
             yield wire.name, area[start : start + wire.num_bytes].view(wire.dtype).view(wire.shape)

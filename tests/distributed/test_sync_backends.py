@@ -242,6 +242,11 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> IpcReceiver:
     return made
 
 
+def given(receiver: IpcReceiver) -> list[tuple[str, torch.Tensor]]:
+    assert isinstance(receiver.model, Model)
+    return receiver.model.given
+
+
 def update(start: int = 16, shape: tuple[int, ...] = (2, 3)) -> IpcUpdateInfo:
     return IpcUpdateInfo(
         area=0, names=["weight"], dtype_names=["float32"], shapes=[list(shape)], starts=[start]
@@ -252,7 +257,7 @@ def test_an_ipc_receiver_loads_what_lies_in_the_area(receiver: IpcReceiver) -> N
     receiver.start_weight_update()
     receiver.receive_weights(update())
     receiver.finish_weight_update()
-    ((name, tensor),) = receiver.model.given
+    ((name, tensor),) = given(receiver)
     assert name == "weight"
     assert tensor.flatten().view(torch.uint8).tolist() == list(range(16, 40))
     assert tensor.data_ptr() == receiver._areas[0].data_ptr() + 16, "without a copy"
@@ -262,9 +267,9 @@ def test_a_layerwise_reload_keeps_copies(receiver: IpcReceiver) -> None:
     """It holds tensors back until their layer is complete, and by then the sender has filled the area anew."""
     receiver._memory = None
     receiver.receive_weights(update())
-    before = receiver.model.given[0][1].clone()
+    before = given(receiver)[0][1].clone()
     receiver._areas[0].zero_()
-    assert receiver.model.given[0][1].equal(before)
+    assert given(receiver)[0][1].equal(before)
 
 
 def test_an_ipc_receiver_refuses_what_it_cannot_have(receiver: IpcReceiver, monkeypatch: pytest.MonkeyPatch) -> None:

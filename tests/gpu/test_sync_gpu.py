@@ -74,7 +74,7 @@ def spoiled(spoil: Callable[[IpcSender, dict[str, Any]], None]) -> Callable[...,
     """A channel that goes wrong after the sender has taken its checksums and filled its area."""
 
     def open_channel(*, client: Any, **options: Any) -> Any:
-        between = Between(client, spoil)
+        between: Any = Between(client, spoil)
         between.channel = open_backend(client=between, **options)
         return between.channel
 
