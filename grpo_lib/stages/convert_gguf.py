@@ -20,9 +20,17 @@ from typing import Any
 
 import torch
 import transformers
+from gguf import GGUFReader
 
 from grpo_lib.data.models import ModelFacts, inspect_model
 from grpo_lib.errors import DataError
+
+_SPECIAL_TOKENS = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +114,21 @@ def _convert(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
         )
     except (OSError, ValueError, KeyError, RuntimeError, IndexError, struct.error) as error:
         raise DataError(f"{gguf} cannot be read: {type(error).__name__}: {error}") from error
+    _name_special_tokens(tokenizer, gguf)
     _forget_quantization(model)
     model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _name_special_tokens(tokenizer: Any, gguf: Path) -> None:
+    """As the file numbers them: transformers 5.17 takes the token that begins a turn for the one that ends it, and a
+    run would stop at both."""
+    for key in [key for key in tokenizer.init_kwargs if key.endswith("_token_id")]:
+        del tokenizer.init_kwargs[key]  # it would be saved, and read again as the token's number
+    fields = GGUFReader(gguf).fields
+    for role, key in _SPECIAL_TOKENS.items():
+        if (field := fields.get(key)) is not None:
+            setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(field.contents())))
 
 
 def _dense_weights() -> dict[str, Any]:

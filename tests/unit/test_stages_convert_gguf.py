@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+import transformers
 from transformers import AutoModelForCausalLM
 
 from grpo_lib.cli import main
-from grpo_lib.data.chat import load_tokenizer
+from grpo_lib.data.chat import load_tokenizer, stop_token_ids
 from grpo_lib.data.models import inspect_model, resolve_model_path
 from grpo_lib.errors import DataError
 from grpo_lib.stages import convert_gguf, get_model
@@ -119,6 +121,24 @@ def test_the_tokenizer_comes_along(tiny_gguf: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path / "out")
     assert tokenizer.eos_token_id == 0
     assert tokenizer.encode("3124", add_special_tokens=False) == [20, VOCAB - 1, 21]
+
+
+def test_special_tokens_are_those_of_the_file(tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 5.17 reads it: the token that begins a turn stands for the one that ends it, in two places."""
+    original = transformers.AutoTokenizer.from_pretrained
+
+    def mistaken(*args: Any, **kwargs: Any) -> Any:
+        tokenizer = original(*args, **kwargs)
+        tokenizer.eos_token = "<|start|>"
+        tokenizer.init_kwargs["eos_token_id"] = 1
+        return tokenizer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.AutoTokenizer, "from_pretrained", mistaken)
+        convert_gguf.run(tmp_path / "out", file=tiny_gguf)
+    tokenizer = load_tokenizer(tmp_path / "out")
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|start|>", "<|end|>")
+    assert stop_token_ids(tmp_path / "out", tokenizer) == (0,)
 
 
 def test_a_wheel_is_searched_for_its_one_gguf(tiny_gguf: Path, tmp_path: Path) -> None:
