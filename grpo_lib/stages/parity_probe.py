@@ -90,6 +90,7 @@ def measure(run: StoredRun, *, scorer: str, folder: Path) -> ScorerMeasurement:
             dtype=config.model.dtype,
             temperature=config.rollout.temperature,
             fp32_head=config.model.fp32_head,
+            device="cuda" if config.runtime.gpus_per_rank > 0 else "cpu",
         )
         scores = ScoredBySequence(name=scorer, scorer=plain).score(groups)
     elif scorer == ENGINE_SCORE:

@@ -56,6 +56,7 @@ def run(
         dtype=config.model.dtype,
         temperature=config.rollout.temperature,
         fp32_head=config.model.fp32_head,
+        device="cuda" if config.runtime.gpus_per_rank > 0 else "cpu",
     )
     metrics = list(read_metrics(paths.metrics))
     with live_parts(
