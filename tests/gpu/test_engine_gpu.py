@@ -5,6 +5,7 @@ The trainer lives in this process, the engine in a Ray actor, as in a run with `
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,7 @@ from grpo_lib.ray_runtime.actor_group import ActorGroup
 from grpo_lib.ray_runtime.cluster import local_cluster
 from grpo_lib.ray_runtime.engine_group import EngineGroup, engine_actors
 from grpo_lib.stages.live import engine_factory
-from grpo_lib.types import Completion, GenerationRequest, SamplingParams, SenderReport
+from grpo_lib.types import Completion, GenerationRequest, SamplingParams, SenderReport, VersionSpan
 from grpo_lib.weight_sync.canary import DecodeCanary
 from grpo_lib.weight_sync.sender import WeightSender, open_backend
 from grpo_lib.weight_sync.sync import CertifiedWeightSync
@@ -221,6 +222,41 @@ def test_weights_damaged_after_the_transfer_are_heard(stack: Stack) -> None:
     damaged = stack.worst(requests, stack.generate(*requests))
     assert damaged > BF16, "the canary would not hear this damage"
     assert sync.push(stack.trainer.policy_version).ok, "a push mends it"
+
+
+def test_no_token_has_two_versions_although_a_step_is_under_way_at_the_pause(stack: Stack) -> None:
+    sync = stack.sync()
+    assert sync.push(stack.trainer.policy_version).ok
+    old_version = stack.trainer.policy_version
+    requests = [request(f"v{i}", prompt, seed=i, max_tokens=110, stop_token_ids=()) for i, prompt in enumerate(PROMPTS)]
+    stack.engines.submit(requests)
+    while min(stack.one("progress").values()) < 5:
+        pass
+    stack.engines.pause()
+    first = stack.one("progress")
+    assert all(5 <= tokens < 110 for tokens in first.values())
+    assert stack.one("progress") == first, "a token arrived while the engine was paused"
+    old = CudaTrainer(copy.deepcopy(stack.trainer.model))
+    for seed in range(60, 66):
+        stack.trainer.change(seed)
+    stack.trainer.policy_version = old_version + 1
+    assert sync.push(old_version + 1).ok
+    done: dict[str, Completion] = {}
+    while len(done) < len(requests):
+        done |= {completion.request_id: completion for completion in stack.engines.poll(1.0)}
+    heard = 0.0
+    for r in requests:
+        completion, cut = done[r.request_id], first[r.request_id]
+        assert completion.version_spans == (
+            VersionSpan(version=old_version, start=0, stop=cut),
+            VersionSpan(version=old_version + 1, start=cut, stop=110),
+        )
+        pair = [(r.prompt_token_ids, completion.token_ids)]
+        by_old, by_new = old.score(pair)[0], stack.trainer.score(pair)[0]
+        assert np.abs(completion.logprobs[:cut] - by_old[:cut]).max() < BF16
+        assert np.abs(completion.logprobs[cut:] - by_new[cut:]).max() < BF16
+        heard = max(heard, float(np.abs(by_old - by_new)[cut : cut + 2].max()))
+    assert heard > BF16, "the two versions agree about the tokens at the cut, which proves nothing"
 
 
 def test_a_push_drops_what_the_prefix_cache_knew(stack: Stack) -> None:
