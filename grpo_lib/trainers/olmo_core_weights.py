@@ -10,7 +10,7 @@ checkpoints and dumps see, gradients included. They are one module unless one ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -83,16 +83,9 @@ class ShardedWeights:
         module = self._modules[unit]
         module.unshard()
         try:
-            clones = []
-            for name in self.units[unit]:
-                parameter = self.model.get_parameter(name)
-                assert not isinstance(parameter, DTensor), f"{name} is still sharded: its local part is not its value"
-                clones.append((name, parameter.detach().clone(memory_format=torch.contiguous_format)))
-            # The clones must exist before the gathered storage is freed, and the gather must be over on this rank
-            # before a consumer starts a transfer of its own.
-            if clones[0][1].is_cuda:
-                torch.cuda.synchronize(clones[0][1].device)
-            return clones
+            # The gather must be over on this rank before a consumer starts a transfer of its own, and the clones must
+            # exist before the gathered storage is freed.
+            return _clones(self.model, self.units[unit])
         finally:
             module.reshard()
 
@@ -122,7 +115,7 @@ class WholeWeights:
 
     def __init__(self, model: Transformer, masters: Transformer) -> None:
         self.model, self.masters = model, masters
-        self.units = tuple((name,) for name, _ in model.named_parameters())
+        self.units = _by_block(name for name, _ in model.named_parameters())
         self._pairs: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
         self._has_one_pass = False
         if masters is not model:
@@ -142,8 +135,7 @@ class WholeWeights:
         """Nothing was gathered."""
 
     def gathered(self, unit: int) -> list[tuple[str, torch.Tensor]]:
-        (name,) = self.units[unit]
-        return [(name, self.model.get_parameter(name).detach().clone(memory_format=torch.contiguous_format))]
+        return _clones(self.model, self.units[unit])
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(torch.float32, copy=True)
@@ -185,6 +177,27 @@ def shard_rows(num_rows: int, num_shards: int, shard: int) -> tuple[int, int]:
     """Rows [start, stop) of a shard: `torch.chunk`'s split, which FSDP2 uses; the last shards may be short or empty."""
     size = -(-num_rows // num_shards)
     return min(shard * size, num_rows), min((shard + 1) * size, num_rows)
+
+
+def _clones(model: Transformer, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
+    """Copies of whole parameters, there when this returns: consumers may read them from other streams and processes."""
+    clones = []
+    for name in names:
+        parameter = model.get_parameter(name)
+        assert not isinstance(parameter, DTensor), f"{name} is still sharded: its local part is not its value"
+        clones.append((name, parameter.detach().clone(memory_format=torch.contiguous_format)))
+    if clones[0][1].is_cuda:
+        torch.cuda.synchronize(clones[0][1].device)
+    return clones
+
+
+def _by_block(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """Names in groups that are cloned together: those of one block, and all others."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        top, block, *_ = name.split(".")
+        groups.setdefault(block if top == "blocks" else "", []).append(name)
+    return tuple(map(tuple, groups.values()))
 
 
 def _owned(model: torch.nn.Module) -> dict[FSDPModule, tuple[str, ...]]:
