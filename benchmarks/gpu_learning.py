@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -105,9 +106,18 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         results += [finished(seed, process, options) for seed, process in running]
     finally:
         for _, process in running:
-            process.kill()
-            process.wait()
+            stop(process)
     return results
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """As from a keyboard, so that a run ends the cluster it started."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def start(seed: int, options: argparse.Namespace) -> subprocess.Popen[bytes]:
@@ -121,7 +131,7 @@ def finished(seed: int, process: subprocess.Popen[bytes], options: argparse.Name
     try:
         process.wait(timeout=options.seconds)
     except subprocess.TimeoutExpired:
-        process.terminate()  # its `finally` blocks stop what it started
+        stop(process)
     if (path := result_of(options.out, seed)).is_file():
         return json.loads(path.read_text())
     log = log_of(options.out, seed).read_text(errors="replace")
