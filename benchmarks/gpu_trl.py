@@ -375,6 +375,7 @@ def prepare_process() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read when CUDA is first used
     for name in ("trl", "trl.generation.vllm_generation", "vllm.v1.engine.llm_engine"):
         import_module(name)
 
