@@ -3,8 +3,9 @@
     python benchmarks/gpu.py --out results.json --table results.md
 
 Each part is a script of its own and can be run alone. Here they take the card one after the other: while one measures,
-the next one imports. A part that fails or runs over its limit is a row that says so, and the others go on. The JSON
-holds each part's own, the versions, the commands and every target with its value.
+the next one imports, and waits until the card's memory is free. A part that fails or runs over its limit is a row that
+says so, and the others go on. The JSON holds each part's own, the versions, the commands and every target with its
+value. It is written anew after every part; `--merge` takes the parts that are not run from such a file.
 
     a trainers   forward, backward and optimiser step of a pack, by trainer    random weights, made on the card
     b engine     rollout tokens/s against the decode floor                     a random model's folder
@@ -27,43 +28,43 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import psutil
+from gpu_parts import Part, Results, Runner, environment, failures
 
-_HERE = Path(__file__).resolve().parent
 _MODEL_SHAPE, _TRAINED = "qwen3_4b", "cached:smollm2_135m"
 _PACKAGES = (
     "torch", "triton", "transformers", "vllm", "ray", "ai2-olmo-core", "deepspeed", "trl", "accelerate", "datasets",
 )  # fmt: skip
-_SHOWN_LINES = 60
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One script and the seconds that are planned for it on the card."""
-
-    key: str
-    name: str
-    script: str
-    needs: Literal["random", "trained"] | None
-    arguments: tuple[str, ...] = ()
-    limit_s: float  # from the moment the card is free for it
 
 
 # The limits add up to more than eight minutes, what the parts are expected to take (in brackets) to less.
 PARTS = (
-    Part(key="a", name="trainers", script="gpu_trainers.py", needs=None, limit_s=200),  # 150
-    Part(key="b", name="engine", script="gpu_engine.py", needs="random", limit_s=110),  # 75
-    Part(key="c", name="sync", script="gpu_sync.py", needs="random", limit_s=90),  # 50
+    Part(key="a", name="trainers", script="gpu_trainers.py", needs=None, limit_s=190),  # 150
+    Part(key="b", name="engine", script="gpu_engine.py", needs="random", limit_s=100),  # 70
+    Part(key="c", name="sync", script="gpu_sync.py", needs="random", limit_s=85),  # 50
     Part(key="d", name="step", script="gpu_step.py", needs="random", limit_s=110),  # 75
-    Part(key="e", name="parity", script="gpu_parity.py", needs="trained", limit_s=110),  # 60
-    Part(key="f", name="trl", script="gpu_trl.py", needs="random", limit_s=120),  # 80
+    Part(
+        key="e",
+        name="parity",
+        script="gpu_parity.py",
+        needs="trained",
+        arguments=("--seconds", "90"),  # of each of its processes
+        limit_s=100,  # 50
+    ),
+    Part(
+        key="f",
+        name="trl",
+        script="gpu_trl.py",
+        needs="random",
+        arguments=("--phases", "equal;mixed;equal, compiled", "--steps", "2", "--seconds", "65"),
+        limit_s=115,  # 85
+    ),
 )
-Results = Mapping[str, Mapping[str, Any]]  # each part's JSON by its name
 
 
 # --- Targets --------------------------------------------------------------------------------------------------------
@@ -224,141 +225,6 @@ def figures(results: Results) -> dict[str, float | None]:
     return values
 
 
-# --- Running the parts ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """A part under way."""
-
-    part: Part
-    command: tuple[str, ...]
-    process: subprocess.Popen[bytes]
-    folder: Path
-
-    @property
-    def output(self) -> Path:
-        return self.folder / f"{self.part.name}.json"
-
-    def printed(self, suffix: str) -> str:
-        return (self.folder / f"{self.part.name}.{suffix}").read_text(errors="replace")
-
-
-class Runner:
-    """Runs parts in their order, at most two at a time: one on the card, the next one importing.
-
-    Args:
-        models: Folder by what a part needs; a part whose folder is missing is not run.
-        seconds: After which no further part begins.
-    """
-
-    def __init__(self, folder: Path, models: Mapping[str, Path | str], *, seconds: float) -> None:
-        self._folder, self._models, self._seconds = folder, models, seconds
-        self._began = time.monotonic()
-        self.results: dict[str, dict[str, Any]] = {}
-
-    def run(self, parts: Sequence[Part]) -> None:
-        """All parts; what each left is in `results` afterwards."""
-        waiting = list(parts)
-        alive: list[Started] = []
-        free_since = self._began
-        try:
-            while waiting or alive:
-                while waiting and len(alive) < 2:
-                    if started := self._start(waiting.pop(0)):
-                        alive.append(started)
-                if alive:
-                    self._finish(alive.pop(0), free_since)
-                    free_since = time.monotonic()
-        finally:
-            for started in alive:
-                kill_tree(started.process)
-
-    def _start(self, part: Part) -> Started | None:
-        spent = time.monotonic() - self._began
-        model = self._models.get(part.needs) if part.needs else None
-        failure = None
-        if spent > self._seconds:
-            failure = f"not run: {self._seconds:g} s are over"
-        elif part.needs and not isinstance(model, Path):
-            failure = f"not run: {model or f'it needs a folder with {part.needs} weights'}"
-        if failure:
-            self._keep(part, {"rows": [{"case": part.name, "failed": failure}]})
-            return None
-        command = (
-            sys.executable,
-            str(_HERE / part.script),
-            *("--out", str(self._folder / f"{part.name}.json")),
-            *("--lock", str(self._folder / "card")),
-            *(("--model", str(model)) if part.needs else ()),
-            *part.arguments,
-        )
-        with (
-            (self._folder / f"{part.name}.txt").open("wb") as text,
-            (self._folder / f"{part.name}.log").open("wb") as log,
-        ):
-            process = subprocess.Popen(command, stdout=text, stderr=log, env=environment(), start_new_session=True)
-        return Started(part=part, command=command, process=process, folder=self._folder)
-
-    def _finish(self, started: Started, free_since: float) -> None:
-        part = started.part
-        left_s = free_since + part.limit_s - time.monotonic()
-        try:
-            ending = f"exit status {started.process.wait(timeout=max(left_s, 1.0))}"
-        except subprocess.TimeoutExpired:
-            kill_tree(started.process)
-            ending = f"no result within {part.limit_s:g} s of the card"
-        result: dict[str, Any] = {}
-        if started.output.is_file():
-            result = json.loads(started.output.read_text())
-        else:
-            log = started.printed("log") + started.printed("txt")
-            result["rows"] = [{"case": part.name, "failed": ending, "log": log[-3000:]}]
-        result.setdefault("table", last_lines(started.printed("txt")))
-        result["command"] = shlex.join([Path(started.command[1]).name, *started.command[2:]])
-        result["card_s"] = time.monotonic() - free_since
-        self._keep(part, result)
-
-    def _keep(self, part: Part, result: dict[str, Any]) -> None:
-        self.results[part.name] = result
-        failed = "; ".join(f"{row['case']}: {row['failed']}" for row in failures(result))
-        said = f"FAILED: {failed}" if failed else "done"
-        print(f"[{time.monotonic() - self._began:5.0f} s] {part.key} {part.name}: {said}", flush=True)
-
-
-def environment() -> dict[str, str]:
-    """Of every part. Segments that grow cannot be shared through CUDA IPC, so a part asks for them itself."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTORCH_CUDA_ALLOC_CONF"}
-    paths = [str(_HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-
-
-def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """The process and all that it started, Ray's daemons among them."""
-    try:
-        root = psutil.Process(process.pid)
-        doomed = [*root.children(recursive=True), root]
-    except psutil.NoSuchProcess:
-        return
-    for one in doomed:
-        try:
-            one.kill()
-        except psutil.NoSuchProcess:
-            continue
-    process.wait()
-
-
-def failures(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Rows of a part that say how they failed."""
-    rows = [row for row in result.get("rows", ()) if "failed" in row]
-    named = result.get("failed") or {}
-    return [*rows, *({"case": name, "failed": one["failed"]} for name, one in named.items())]
-
-
-def last_lines(text: str) -> str:
-    return "\n".join(text.strip().splitlines()[-_SHOWN_LINES:])
-
-
 # --- Models ---------------------------------------------------------------------------------------------------------
 
 
@@ -441,51 +307,88 @@ def chosen_parts(only: str | None) -> list[Part]:
     return [part for part in PARTS if part.key in wanted or part.name in wanted]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Where results go, anew after every part."""
+
+    about: Mapping[str, Any]
+    before: Results  # of parts that are not run now
+    out: Path
+    table: Path | None
+    began: float
+
+    def write(self, results: Results) -> str:
+        """The JSON and the table, which is returned."""
+        parts = {part.name: {**self.before, **results}.get(part.name) for part in PARTS}
+        measured = {name: result for name, result in parts.items() if result is not None}
+        found: dict[str, Any] = {
+            **self.about,
+            "seconds": time.monotonic() - self.began,
+            "parts": measured,
+            "targets": judged_targets(measured),
+            "figures": figures(measured),
+        }
+        text = report(found)
+        for path, content in ((self.out, json.dumps(found, indent=1)), (self.table, text)):
+            if path is not None:
+                partial = path.with_name(f".{path.name}")
+                partial.write_text(content)
+                partial.rename(path)
+        return text
+
+
+def about() -> dict[str, Any]:
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
+        "versions": versions(),
+        "device": device(),
+        "cpus": os.cpu_count(),
+    }
+
+
+def run_parts(parts: Sequence[Part], arguments: argparse.Namespace, folder: Path, kept: Report) -> Results:
+    """Models, then parts."""
+    needs = {part.needs for part in parts}
+    models: dict[str, Path | str] = {"trained": trained_model(arguments.smollm)} if "trained" in needs else {}
+    runner = Runner(folder, models, seconds=arguments.seconds, keep=kept.write)
+    if "random" in needs:
+        models["random"] = arguments.model.resolve() if arguments.model else folder / "model"
+    if "random" in needs and not arguments.model:
+        making = random_model(folder)
+        runner.run([part for part in parts if part.needs is None])
+        if making.wait() != 0:
+            models["random"] = f"make-model failed: {(folder / 'model.log').read_text(errors='replace')[-1000:]}"
+    runner.run([part for part in parts if part.name not in runner.results])
+    return runner.results
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="JSON with every number")
     parser.add_argument("--table", type=Path, help="Markdown with the targets and every part's table")
     parser.add_argument("--only", help="parts by letter or name, separated by commas")
+    parser.add_argument("--merge", type=Path, help="JSON of an earlier command, for the parts that are not run now")
+    parser.add_argument("--parts-dir", type=Path, help="keep each part's JSON, output and log in this folder")
     parser.add_argument(
         "--model", type=Path, help=f"random model's folder; one like {_MODEL_SHAPE} is made when absent"
     )
     parser.add_argument("--smollm", type=Path, help=f"trained model's folder; {_TRAINED} when absent")
-    parser.add_argument("--seconds", type=float, default=450, help="after which no further part begins")
+    parser.add_argument("--seconds", type=float, default=480, help="limit of all parts together")
     arguments = parser.parse_args()
     try:
         parts = chosen_parts(arguments.only)
     except ValueError as error:
         parser.error(str(error))
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="gpu_") as scratch:
-        folder = Path(scratch)
-        needs = {part.needs for part in parts}
-        models: dict[str, Path | str] = {"trained": trained_model(arguments.smollm)} if "trained" in needs else {}
-        found: dict[str, Any] = {
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "command": shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
-            "versions": versions(),
-            "device": device(),
-            "cpus": os.cpu_count(),
-        }
-        runner = Runner(folder, models, seconds=arguments.seconds)
-        if "random" in needs:
-            models["random"] = arguments.model.resolve() if arguments.model else folder / "model"
-        making = None if arguments.model or "random" not in needs else random_model(folder)
-        if making is not None:
-            runner.run([part for part in parts if part.needs is None])
-            if making.wait() != 0:
-                models["random"] = f"make-model failed: {(folder / 'model.log').read_text(errors='replace')[-1000:]}"
-        runner.run([part for part in parts if part.name not in runner.results])
-        found["parts"] = runner.results
-    found["seconds"] = time.monotonic() - began
-    found["targets"], found["figures"] = judged_targets(runner.results), figures(runner.results)
-    arguments.out.write_text(json.dumps(found, indent=1))
-    text = report(found)
-    print(text)
-    if arguments.table:
-        arguments.table.write_text(text)
-    return int(any(failures(part) for part in runner.results.values()))
+    before = json.loads(arguments.merge.read_text())["parts"] if arguments.merge else {}
+    kept = Report(about=about(), before=before, out=arguments.out, table=arguments.table, began=began)
+    with ExitStack() as stack:
+        folder = arguments.parts_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu_")))
+        folder.mkdir(parents=True, exist_ok=True)
+        results = run_parts(parts, arguments, folder.resolve(), kept)
+    print(kept.write(results))
+    return int(any(failures(result) for result in results.values()))
 
 
 if __name__ == "__main__":

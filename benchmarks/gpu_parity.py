@@ -87,12 +87,15 @@ def run_engine(work: Path, options: argparse.Namespace) -> None:
     """Sample, store, and score a part by prefill."""
     from grpo_lib.algo.advantages import assess_group
     from grpo_lib.parity.probe import ENGINE_SCORE
+    from grpo_lib.rollout.options import prepare_process
     from grpo_lib.stages.live import engine_factory
     from grpo_lib.stages.scorers import ScoredBySequence
     from grpo_lib.storage.local import LocalStore
     from grpo_lib.storage.rollouts import write_rollouts
 
     config = run_config(options.model)
+    prepare_process(config.runtime.threads_per_process)
+    import_module("vllm.v1.engine.llm_engine")
     announce(work, ENGINE)
     clock = Clock()
     engine = engine_factory(config, options.model, policy_version=0, index=0)()

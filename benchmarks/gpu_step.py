@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -118,20 +118,27 @@ def step_config(model: Path, root: Path, phases: Sequence[Phase], overrides: Seq
     return resolve("smollm2_addition", [*own, *overrides])
 
 
-def measure(config: RunConfig, model: Path, phases: Sequence[Phase]) -> dict[str, Any]:
-    """All phases in one run of the loop."""
+def measure(
+    config: RunConfig, model: Path, phases: Sequence[Phase], keep: Callable[[Sequence[dict[str, Any]]], object]
+) -> dict[str, Any]:
+    """All phases in one run of the loop; `keep` gets the rows of the phases that are over after each step."""
     started = time.perf_counter()
     tokenizer = load_tokenizer(model)
     prompts = prompts_of(tokenizer, phases[0].work, config.loop.steps * config.loop.prompts_per_step)
     paths = RunPaths.of(config, "step")
     records: list[StepRecord] = []
     begun: list[float] = []
+
+    def on_step(record: StepRecord) -> None:
+        records.append(record)
+        keep(phase_rows(phases, [record.metrics for record in records]))
+
     with (
         ProcessVerifierPool(config.verifier, verifiers={VERIFIER: grpo_work.build}) as verifiers,
         live_run(config, model_path=model, canary_prompts=prompts, stop_token_ids=(), checkpoint=None) as live,
     ):
         engine = GivenLengths(live.engines, phases)
-        recorder = StepRecorder(config, paths, trainer=live.trainer, on_step=records.append)
+        recorder = StepRecorder(config, paths, trainer=live.trainer, on_step=on_step)
         pipeline = RolloutPipeline(
             config=config,
             engine=cast(RolloutEngine, engine),  # it submits and polls, which is all that a pipeline does with one
@@ -168,11 +175,13 @@ def measure(config: RunConfig, model: Path, phases: Sequence[Phase]) -> dict[str
 
 
 def phase_rows(phases: Sequence[Phase], metrics: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    """Medians over each phase's counted steps, and what follows from them."""
+    """Medians over the counted steps of each phase that is over, and what follows from them."""
     rows, start = [], 0
     for phase in phases:
         counted = metrics[start + phase.warm : start + phase.warm + phase.steps]
         start += phase.warm + phase.steps
+        if len(metrics) < start:
+            break
         step_s = statistics.median(row["time/step_s"] for row in counted)
         spans = {name: statistics.median(row[f"time/{name}_s"] for row in counted) for name in (*SPANS, "other")}
         response_tokens = statistics.median(row["response/tokens"] for row in counted)
@@ -228,8 +237,8 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=int, default=128, help="completion length; mixed lengths go up to twice it"
     )
-    parser.add_argument("--steps", type=int, default=5, help="counted steps with equal lengths")
-    parser.add_argument("--mixed-steps", type=int, default=3, help="counted steps with mixed lengths")
+    parser.add_argument("--steps", type=int, default=3, help="counted steps with equal lengths")
+    parser.add_argument("--mixed-steps", type=int, default=2, help="counted steps with mixed lengths")
 
 
 def work_of(arguments: argparse.Namespace) -> Work:
@@ -256,13 +265,18 @@ def main() -> None:
             config = step_config(arguments.model, Path(root), phases, arguments.set)
             result["config"] = config.model_dump(mode="json")
             result["product_tflops_before"] = product_tflops() if config.runtime.gpus_per_rank else None
-            result.update(measure(config, arguments.model, phases))
-            result["summary"] = summary_of(result["rows"])
-            result["table"] = table(result["rows"])
+
+            def keep(rows: Sequence[Mapping[str, Any]]) -> None:
+                result.update(rows=rows, summary=summary_of(rows), table=table(rows))
+                arguments.out.write_text(json.dumps(result))
+
+            result.update(measure(config, arguments.model, phases, keep))
+            keep(result["rows"])
             print(result["table"])
         except Exception as error:  # noqa: BLE001 process boundary: the failure is the row
             text = "".join(traceback.format_exception(error, limit=-8))
-            result["rows"] = [{"case": "step", "failed": f"{type(error).__name__}: {error}"[:300], "log": text[-3000:]}]
+            failed = {"case": "step", "failed": f"{type(error).__name__}: {error}"[:300], "log": text[-3000:]}
+            result["rows"] = [*result["rows"], failed]
             print(text, file=sys.stderr)
     arguments.out.write_text(json.dumps(result))
 

@@ -11,6 +11,7 @@ compute, as our trainer does. What decides its speed is tried setting by setting
 - `corrected` phases weigh tokens by the trainer's / the sampler's probability, as our loop does, for which TRL needs a
   forward pass more; it is TRL's default, and the other phases leave it out;
 - `compiled` phases compile the decoder layers in place;
+- micro-batches of 16 samples: at 32, mixed lengths do not fit beside the engine without checkpointing;
 - one-pass AdamW, no logging, and no wait for a filter of losses that nobody logs.
 
 Equal lengths are TRL's best case: it pads, so that mixed lengths cost it what they do not cost packs.
@@ -48,7 +49,7 @@ _SPANS: tuple[str, ...] = (*_PREPARING, "forward_backward", "clip", "optim")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Steps under one setting: `warm` ones, counted ones, and one that is timed span by span and not counted."""
+    """Steps under one setting: `warm` ones, counted ones, and where `explained` one more, timed span by span."""
 
     name: str
     work: Work
@@ -57,10 +58,11 @@ class Phase:
     corrected: bool = False
     recomputed: bool = False
     compiled: bool = False
+    explained: bool = True
 
     @property
     def all_steps(self) -> int:
-        return self.warm + self.steps + 1
+        return self.warm + self.steps + self.explained
 
 
 def phases_of(*, steps: int, mixed_steps: int, work: Work) -> list[Phase]:
@@ -68,11 +70,11 @@ def phases_of(*, steps: int, mixed_steps: int, work: Work) -> list[Phase]:
     mixed = replace(work, mixed=True, max_tokens=2 * work.max_tokens)
     phases = [
         Phase(name="equal", work=work, steps=steps, warm=2),
-        Phase(name="equal, corrected", work=work, steps=steps, corrected=True),
         Phase(name="mixed", work=mixed, steps=mixed_steps),
+        Phase(name="equal, corrected", work=work, steps=steps, corrected=True),
         Phase(name="equal, corrected, recomputed", work=work, steps=steps, corrected=True, recomputed=True),
-        Phase(name="equal, compiled", work=work, steps=steps, warm=2, compiled=True),
-        Phase(name="mixed, compiled", work=mixed, steps=mixed_steps, warm=2, compiled=True),
+        Phase(name="equal, compiled", work=work, steps=steps, warm=2, compiled=True, explained=False),
+        Phase(name="mixed, compiled", work=mixed, steps=mixed_steps, warm=2, compiled=True, explained=False),
     ]
     return [phase for phase in phases if phase.steps]
 
@@ -125,7 +127,9 @@ class PhaseRunner:
         synchronize: Callable[[], None],
         *,
         limit_s: float,
+        phase_ended: Callable[[], object],
     ) -> None:
+        self._phase_ended = phase_ended
         self._trainer, self._phases, self._clock, self._synchronize = trainer, list(phases), clock, synchronize
         self._limit_s = limit_s
         self._index = self._done = 0
@@ -148,14 +152,16 @@ class PhaseRunner:
         step_s, self._last = now - self._last, now
         self._done += 1
         phase = self.phase
-        if self._done == phase.all_steps:
+        if self._clock.explaining:
             self.spans[self._index] = self._clock.explained(step_s)
         else:
             self.seconds[self._index].append(step_s)
-        self._clock.explaining = self._done == phase.all_steps - 1
-        if self._done == phase.all_steps and self._index + 1 < len(self._phases):
-            self._index, self._done = self._index + 1, 0
-            self._enter()
+        self._clock.explaining = phase.explained and self._done == phase.all_steps - 1
+        if self._done == phase.all_steps:
+            self._phase_ended()
+            if self._index + 1 < len(self._phases):
+                self._index, self._done = self._index + 1, 0
+                self._enter()
             self._last = time.perf_counter()
         return now - self._began < self._limit_s
 
@@ -301,8 +307,10 @@ def set_lengths(trainer: Any, lengths: Callable[[], Sequence[int]]) -> None:
     engine.generate = with_lengths
 
 
-def measure(model: Path, phases: Sequence[Phase], arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """All phases in one call of `train`."""
+def measure(
+    model: Path, phases: Sequence[Phase], arguments: argparse.Namespace, folder: str, keep: Callable[[Any], object]
+) -> dict[str, Any]:
+    """All phases in one call of `train`; `keep` gets the rows after each."""
     import torch
     from transformers import TrainerCallback
 
@@ -310,7 +318,9 @@ def measure(model: Path, phases: Sequence[Phase], arguments: argparse.Namespace,
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     trainer = build_trainer(model, phases, arguments, folder)
     clock = Clock(synchronize)
-    runner = PhaseRunner(trainer, phases, clock, synchronize, limit_s=arguments.seconds)
+    runner = PhaseRunner(
+        trainer, phases, clock, synchronize, limit_s=arguments.seconds, phase_ended=lambda: keep(runner.rows())
+    )
     set_lengths(trainer, lambda: runner.phase.work.lengths)
     clock.watch(trainer, "training_step", "forward_backward")
     clock.watch(trainer, "_prepare_inputs", "prepare")
@@ -385,8 +395,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
     parser.add_argument("--out", type=Path, default=Path("gpu_trl.json"), help="JSON with every number")
     parser.add_argument("--lock", type=Path, help="file lock of the card; the script waits for it")
-    parser.add_argument("--batch", type=int, default=32, help="samples of a forward and backward pass")
-    parser.add_argument("--gpu-memory-share", type=float, default=0.2, help="of vLLM")
+    parser.add_argument("--batch", type=int, default=16, help="samples of a forward and backward pass")
+    parser.add_argument("--gpu-memory-share", type=float, default=0.14, help="of vLLM")
     parser.add_argument("--seconds", type=float, default=60, help="of training, after which no further step starts")
     parser.add_argument("--phases", help="their names, separated by semicolons; all when absent")
     add_work_arguments(parser)
@@ -411,9 +421,13 @@ def main() -> None:
             result["engine_options"] = engine_options(work, on_gpu=torch.cuda.is_available())
             with the_card(arguments.lock):
                 result["product_tflops_before"] = product_tflops() if torch.cuda.is_available() else None
-                result.update(measure(arguments.model, phases, arguments, folder))
-            result["summary"] = summary_of(result["rows"])
-            result["table"] = table(result["rows"])
+
+                def keep(rows: Sequence[Mapping[str, Any]]) -> None:
+                    result.update(rows=rows, summary=summary_of(rows), table=table(rows))
+                    arguments.out.write_text(json.dumps(result))
+
+                result.update(measure(arguments.model, phases, arguments, folder, keep))
+            keep(result["rows"])
             print(result["table"])
         except Exception as error:  # noqa: BLE001 process boundary: the failure is the row
             text = "".join(traceback.format_exception(error, limit=-8))

@@ -1,9 +1,12 @@
 """What the one command says about its targets: met, missed, or not measured, and never silent."""
 
+import json
 from pathlib import Path
 
 import gpu
+import psutil
 import pytest
+from gpu_parts import Part, Results, Runner
 
 CASES = [
     {"name": "ours", "trainer": "olmo_core", "settings": {"compile": True}},
@@ -21,7 +24,7 @@ def trainers(**step_s: float) -> dict[str, object]:
     return {"cases": CASES, "rows": rows}
 
 
-def by_text(results: gpu.Results) -> dict[str, dict[str, object]]:
+def by_text(results: Results) -> dict[str, dict[str, object]]:
     return {row["target"]: row for row in gpu.judged_targets(results)}
 
 
@@ -80,28 +83,88 @@ def test_parts_are_chosen_by_letter_or_name():
         gpu.chosen_parts("z")
 
 
-def script(folder: Path, name: str, text: str) -> gpu.Part:
+def script(folder: Path, name: str, text: str, *, limit_s: float = 20) -> Part:
     (folder / name).write_text(text)
-    return gpu.Part(key=name[0], name=name.removesuffix(".py"), script=str(folder / name), needs=None, limit_s=20)
+    return Part(key=name[0], name=name.removesuffix(".py"), script=str(folder / name), needs=None, limit_s=limit_s)
 
 
-WRITES = "import json, sys; json.dump({'rows': [], 'summary': {'x': 1}}, open(sys.argv[2], 'w')); print('seen')"
+def run(folder: Path, *parts: Part, seconds: float = 100, **models: str) -> tuple[Results, list[list[str]]]:
+    """Results, and the parts that were there each time they were kept."""
+    seen: list[list[str]] = []
+    runner = Runner(folder, models, seconds=seconds, keep=lambda found: seen.append(list(found)))
+    runner.run(parts)
+    return runner.results, seen
+
+
+def is_over(pid: int) -> bool:
+    """Gone, or dead and not yet fetched by whoever inherited it."""
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+WRITES = "import json, sys; json.dump({'rows': [], 'summary': {'x': 1}}, open(sys.argv[2], 'w')); print('seen')\n"
 
 
 def test_a_part_that_dies_is_a_row_and_the_next_one_runs(tmp_path):
-    runner = gpu.Runner(tmp_path, {}, seconds=100)
-    runner.run([script(tmp_path, "bad.py", "raise SystemExit('no card')"), script(tmp_path, "good.py", WRITES)])
-    assert "exit status 1" in runner.results["bad"]["rows"][0]["failed"]
-    assert "no card" in runner.results["bad"]["rows"][0]["log"]
-    assert runner.results["good"]["summary"] == {"x": 1}
-    assert runner.results["good"]["table"] == "seen"
+    bad, good = script(tmp_path, "bad.py", "raise SystemExit('no card')"), script(tmp_path, "good.py", WRITES)
+    results, seen = run(tmp_path, bad, good)
+    assert "exit status 1" in results["bad"]["rows"][0]["failed"]
+    assert "no card" in results["bad"]["rows"][0]["log"]
+    assert results["good"]["summary"] == {"x": 1}
+    assert results["good"]["table"] == "seen"
+    assert seen == [["bad"], ["bad", "good"]]
 
 
-def test_parts_wait_for_the_card_and_what_has_no_time_or_model_left_is_a_row(tmp_path):
-    needs = gpu.Part(key="m", name="model", script="none.py", needs="random", limit_s=1)
-    late = gpu.Runner(tmp_path, {}, seconds=-1)
-    late.run([needs])
-    assert "s are over" in late.results["model"]["rows"][0]["failed"]
-    without = gpu.Runner(tmp_path, {"random": "make-model failed"}, seconds=100)
-    without.run([needs])
-    assert "make-model failed" in without.results["model"]["rows"][0]["failed"]
+def test_a_part_over_its_limit_keeps_what_it_wrote_and_leaves_no_process(tmp_path):
+    child = tmp_path / "child.pid"
+    forks = (
+        "import pathlib, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+        f"pathlib.Path({str(child)!r}).write_text(str(child.pid)); time.sleep(300)\n"
+    )
+    results, _ = run(tmp_path, script(tmp_path, "slow.py", WRITES + forks, limit_s=3))
+    assert results["slow"]["summary"] == {"x": 1}
+    assert "stopped after 3 s" in results["slow"]["rows"][0]["failed"]
+    assert is_over(int(child.read_text()))
+
+
+def test_what_a_part_leaves_behind_is_ended_too(tmp_path):
+    child = tmp_path / "child.pid"
+    orphan = (
+        "import pathlib, subprocess\n"
+        "child = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+        f"pathlib.Path({str(child)!r}).write_text(str(child.pid))\n"
+    )
+    results, _ = run(tmp_path, script(tmp_path, "left.py", WRITES + orphan))
+    assert results["left"]["ended_by_force"] == ["sleep"]
+    assert is_over(int(child.read_text()))
+
+
+def test_a_part_does_not_get_the_card_before_its_turn(tmp_path):
+    order = tmp_path / "order"
+    takes = (
+        "import fcntl, sys, time\n"
+        "fcntl.flock(open(sys.argv[4], 'a'), fcntl.LOCK_EX)\n"
+        f"out = open({str(order)!r}, 'a'); print(sys.argv[0], file=out, flush=True); time.sleep(float({{}}))\n"
+    )
+    first = script(tmp_path, "first.py", "import time; time.sleep(1)\n" + takes.format(1) + WRITES)
+    second = script(tmp_path, "second.py", takes.format(0) + WRITES)
+    run(tmp_path, first, second)
+    assert [Path(line).name for line in order.read_text().split()] == ["first.py", "second.py"]
+
+
+def test_what_has_no_time_or_model_left_is_a_row(tmp_path):
+    needs = Part(key="m", name="model", script="none.py", needs="random", limit_s=1)
+    assert "s are over" in run(tmp_path, needs, seconds=-1)[0]["model"]["rows"][0]["failed"]
+    without, _ = run(tmp_path, needs, random="make-model failed")
+    assert "make-model failed" in without["model"]["rows"][0]["failed"]
+
+
+def test_parts_of_an_earlier_command_are_in_the_report(tmp_path):
+    before = {"sync": {"rows": [], "summary": {"transfer_s": 0.1}}, "engine": {"rows": [], "summary": {}}}
+    about = {"device": "card", "date": "today", "command": "gpu.py", "versions": {}}
+    kept = gpu.Report(about=about, before=before, out=tmp_path / "o.json", table=tmp_path / "o.md", began=0.0)
+    text = kept.write({"engine": {"rows": [{"case": "engine", "failed": "died"}]}})
+    assert "| 0.100 | met |" in text
+    assert "engine FAILED: died" in text
+    assert (tmp_path / "o.md").read_text() == text
+    assert set(json.loads((tmp_path / "o.json").read_text())["parts"]) == {"sync", "engine"}
