@@ -61,7 +61,7 @@ PARTS = (
         name="trl",
         script="gpu_trl.py",
         needs="random",
-        arguments=("--phases", "equal;mixed;equal, compiled", "--steps", "2", "--seconds", "65"),
+        arguments=("--phases", "equal;mixed;equal, compiled", "--steps", "2", "--seconds", "62"),
         limit_s=115,  # 85
     ),
 )

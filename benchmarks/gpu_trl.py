@@ -69,8 +69,8 @@ def phases_of(*, steps: int, mixed_steps: int, work: Work) -> list[Phase]:
     """Everything that may be worth knowing. Layers stay compiled, so those phases come last."""
     mixed = replace(work, mixed=True, max_tokens=2 * work.max_tokens)
     phases = [
-        Phase(name="equal", work=work, steps=steps, warm=2),
-        Phase(name="mixed", work=mixed, steps=mixed_steps),
+        Phase(name="equal", work=work, steps=steps),
+        Phase(name="mixed", work=mixed, steps=mixed_steps, explained=False),
         Phase(name="equal, corrected", work=work, steps=steps, corrected=True),
         Phase(name="equal, corrected, recomputed", work=work, steps=steps, corrected=True, recomputed=True),
         Phase(name="equal, compiled", work=work, steps=steps, warm=2, compiled=True, explained=False),
