@@ -173,6 +173,7 @@ class _FusedLogprobs(torch.autograd.Function):
             else:
                 logits = torch.mm(hidden[rows], weight.t(), out=kept)  # kept ones turn into probabilities in place
             results.append(kernels.softmax_rows(logits, labels[rows], options.temperature, probs=kept))
+            del logits  # or the next chunk's would stand beside them
         logprobs, normalisers, entropy = (torch.cat(parts) for parts in zip(*results, strict=True))
         ctx.save_for_backward(hidden, weight, labels, logprobs, normalisers)
         ctx.options, ctx.kernels, ctx.probs, ctx.is_kept = options, kernels, probs, keep
