@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpo_lib.algo.corrections import Correction, build_correction
+from grpo_lib.algo.host_copy import HostCopy
 from grpo_lib.algo.kl import KL_ESTIMATORS, KlEstimator, log_ratio_to_reference
 from grpo_lib.algo.surrogates import Surrogate, build_surrogate
 from grpo_lib.algo.terms import TokenTerms
@@ -87,18 +88,18 @@ def _token_means(mask: torch.Tensor, values: dict[str, torch.Tensor]) -> StepMet
 
 
 class _LaterMeans(Mapping[str, Stat]):
-    """Means whose sums are copied to the host when the first of them is read: a GPU's backward pass is queued by then.
+    """Means whose sums the host waits for when the first of them is read: a GPU's backward pass is queued by then.
 
     Args:
         sums: [names + 1] float64; the last is the number of tokens.
     """
 
     def __init__(self, names: tuple[str, ...], sums: torch.Tensor) -> None:
-        self._names, self._sums = names, sums
+        self._names, self._sums = names, HostCopy(sums)
 
     @cached_property
     def _stats(self) -> dict[str, Stat]:
-        *totals, weight = self._sums.tolist()
+        *totals, weight = self._sums.read().tolist()
         return {name: Stat.mean(total, weight) for name, total in zip(self._names, totals, strict=True)}
 
     def __getitem__(self, name: str) -> Stat:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from grpo_lib.algo.host_copy import HostCopy
 from grpo_lib.algo.mismatch import token_mismatch
 from grpo_lib.errors import NonFiniteLogprobs
 from grpo_lib.interfaces import PolicyLoss
@@ -56,15 +57,15 @@ def deferred_objective(
     """`micro_batch_objective` of a batch on CPU, whose metrics and check wait until they are asked for.
 
     Log-probabilities and entropies may be on a GPU. The host waits for them in the second result only, so that the
-    backward pass can be queued before.
+    backward pass can be queued before, and does not wait for that one.
     """
     assert logprobs.shape == batch.response_mask.shape, (logprobs.shape, batch.response_mask.shape)
     assert logprobs.dtype in (torch.float32, torch.float64), logprobs.dtype
     value, loss_metrics = loss(logprobs, batch.to(logprobs.device), loss_denominator)
-    scored = torch.stack([logprobs.detach(), entropy.detach().to(logprobs.dtype)])
+    scored = HostCopy(torch.stack([logprobs.detach(), entropy.detach().to(logprobs.dtype)]))
 
     def finish() -> StepMetrics:
-        tokens = _trained_tokens(scored.cpu(), batch)
+        tokens = _trained_tokens(scored.read(), batch)
         _check_finite(tokens, batch)
         entropies = tokens["entropy"]
         own = {"policy/entropy": Stat.mean(entropies.sum(dtype=np.float64), entropies.size)}

@@ -47,8 +47,8 @@ def accumulate_gradients(
         )
         backward(value, index == len(micro_batches) - 1)
         finishers.append(finish)
-    # Only now does the host look at what the device computed. A rank that found a bad value has joined every backward
-    # pass by then, and all of them fail together.
+    # Only now does the host look at what the forward passes gave, while the last backward pass goes on. A rank that
+    # found a bad value has joined every one by then, and all of them fail together.
     parts, failure = [], None
     for finish in finishers:
         try:

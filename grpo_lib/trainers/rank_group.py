@@ -25,6 +25,8 @@ def ensure_group(device: torch.device, rank: int, world_size: int) -> None:
 
 def failures_of_ranks(failure: str | None, device: torch.device) -> NonFiniteLogprobs | None:
     """What every rank must raise when any rank failed, so that none is left waiting in the next collective."""
+    if dist.get_world_size() == 1:
+        return None if failure is None else NonFiniteLogprobs(f"rank 0: {failure}")
     any_failed = torch.tensor(failure is not None, dtype=torch.int32, device=device)
     dist.all_reduce(any_failed, dist.ReduceOp.MAX)
     if not any_failed:
