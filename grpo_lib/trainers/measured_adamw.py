@@ -71,24 +71,27 @@ class MeasuredAdamW(torch.optim.AdamW):
         if self._change is None:
             self._change = adamw_kernel.no_change(self._norm.device)
         for group, parameters in groups:
-            settings = adamw_kernel.Settings.of(group, step=self._applied_steps + 1)
-            for parameter in parameters:
-                state = self.state[parameter]
-                assert parameter.grad is not None
-                adamw_kernel.update(
-                    local_tensor(parameter),
-                    local_tensor(parameter.grad),
-                    local_tensor(state["exp_avg"]),
-                    local_tensor(state["exp_avg_sq"]),
-                    copy=self.copies.get(parameter),
-                    settings=settings,
-                    norm=self._norm,
-                    max_norm=self._max_norm,
-                    change=self._change,
-                )
-            if parameters:
-                steps = [self.state[parameter]["step"] for parameter in parameters]
-                torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage] as PyTorch's optimisers do
+            if not parameters:
+                continue
+            states = [self.state[parameter] for parameter in parameters]
+            adamw_kernel.update(
+                [
+                    adamw_kernel.Update(
+                        weight=_local(parameter),
+                        gradient=_local(parameter.grad),
+                        exp_avg=_local(state["exp_avg"]),
+                        exp_avg_sq=_local(state["exp_avg_sq"]),
+                        copy=self.copies.get(parameter),
+                    )
+                    for parameter, state in zip(parameters, states, strict=True)
+                ],
+                settings=adamw_kernel.Settings.of(group, step=self._applied_steps + 1),
+                norm=self._norm,
+                max_norm=self._max_norm,
+                change=self._change,
+            )
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage] as PyTorch's optimisers do
 
     def _add_change(self, change: torch.Tensor) -> None:
         if self._change is None:
@@ -98,9 +101,10 @@ class MeasuredAdamW(torch.optim.AdamW):
 
 
 def global_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """L2 norm over all tensors, a float32 scalar on their device; summed in fp32 whatever their dtype."""
-    norms = torch._foreach_norm(list(tensors), 2.0, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    """L2 norm over all gradients of this rank on a GPU, a float32 scalar there."""
+    from grpo_lib.trainers import adamw_kernel
+
+    return adamw_kernel.total_norm([_local(tensor) for tensor in tensors])
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,3 +113,9 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():  # the shard itself; detaching a DTensor first takes as long as an update's launch
             return tensor.to_local()
     return tensor.detach()
+
+
+def _local(tensor: torch.Tensor | None) -> torch.Tensor:
+    """`local_tensor` for readers of addresses: hundreds of detached tensors are a millisecond that a GPU waits."""
+    assert tensor is not None
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor

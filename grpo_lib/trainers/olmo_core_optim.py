@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_lib.config import TrainerConfig
 from grpo_lib.errors import ConfigError, NonFiniteGradient
-from grpo_lib.trainers.measured_adamw import MeasuredAdamW, global_norm, local_tensor
+from grpo_lib.trainers.measured_adamw import MeasuredAdamW, global_norm
 from grpo_lib.types import Stat, StepMetrics
 
 
@@ -129,9 +129,12 @@ class SteppedAdamW:
         grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         assert len(grads) == len(self._parameters), "optim_step without a forward_backward before it"
         if grads[0].is_cuda:
-            total = global_norm([local_tensor(grad) for grad in grads]).square()
-            dist.all_reduce(total)
-            return total.sqrt()
+            total = global_norm(grads)
+            if dist.get_world_size() == 1:
+                return total
+            squares = total.square()
+            dist.all_reduce(squares)
+            return squares.sqrt()
         norm = torch.nn.utils.get_total_norm(grads)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

@@ -37,32 +37,44 @@ def check_rows(dtype: torch.dtype, temperature: float) -> None:
     torch.testing.assert_close(found_probs, expected_out, rtol=4 * BF16_STEP, atol=1e-12)
 
 
-def check_adamw() -> None:
+def check_adamw(sizes: tuple[int, ...], gradient_dtype: torch.dtype) -> None:
+    """Tensors of several programs and of a part of one, with a rounded copy where gradients are rounded."""
     generator = torch.Generator().manual_seed(2)
-    num, max_norm = 5000, 0.5
-    weight = torch.randn(num, generator=generator)
-    expected = torch.nn.Parameter(weight.clone())
-    adamw = torch.optim.AdamW([expected], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    exp_avg, exp_avg_sq = torch.zeros(num), torch.zeros(num)
+    max_norm, has_copy = 0.5, gradient_dtype is torch.bfloat16
+    weights = [torch.randn(size, generator=generator) for size in sizes]
+    copies = [torch.zeros_like(weight, dtype=torch.bfloat16) for weight in weights]
+    moments = [(torch.zeros_like(weight), torch.zeros_like(weight)) for weight in weights]
+    expected = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    adamw = torch.optim.AdamW(expected, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     for step in (1, 2, 3):
-        gradient = torch.randn(num, generator=generator)
-        norm = gradient.norm()
-        expected.grad = gradient * (max_norm / (norm + 1e-6))
+        gradients = [torch.randn(size, generator=generator).to(gradient_dtype) for size in sizes]
+        norm = torch.cat(gradients).double().norm().float()
+        torch.testing.assert_close(adamw_kernel.total_norm(gradients), norm, rtol=1e-6, atol=0)
+        for parameter, gradient in zip(expected, gradients, strict=True):
+            parameter.grad = gradient.float() * (max_norm / (norm + 1e-6))
         adamw.step()
-        before, change = weight.clone(), adamw_kernel.no_change(weight.device)
+        before, change = torch.cat(weights), adamw_kernel.no_change(norm.device)
         settings = adamw_kernel.Settings.of(adamw.param_groups[0], step=step)
         options = {"settings": settings, "max_norm": max_norm, "change": change}
-        adamw_kernel.update(weight, gradient, exp_avg, exp_avg_sq, norm=norm, **options)
-        torch.testing.assert_close(weight, expected.detach(), rtol=0, atol=5e-7)
-        moved = (weight - before).double()
+        updates = [
+            adamw_kernel.Update(weight=w, gradient=g, exp_avg=m, exp_avg_sq=v, copy=c if has_copy else None)
+            for w, g, (m, v), c in zip(weights, gradients, moments, copies, strict=True)
+        ]
+        adamw_kernel.update(updates, norm=norm, **options)
+        for weight, other, copy in zip(weights, expected, copies, strict=True):
+            torch.testing.assert_close(weight, other.detach(), rtol=0, atol=5e-7)
+            if has_copy:  # the interpreter truncates, a GPU rounds
+                torch.testing.assert_close(copy.float(), weight, rtol=2 * BF16_STEP, atol=0)
+        moved = (torch.cat(weights) - before).double()
         num_changed, sum_of_squares = change.sum(1).tolist()
         assert num_changed == int(moved.count_nonzero()) > 0
         assert abs(sum_of_squares / float(moved.square().sum()) - 1) < 1e-5
         for bad in ("nan", "inf"):
-            kept = [t.clone() for t in (weight, exp_avg, exp_avg_sq)]
+            kept = [t.clone() for update in updates for t in update.tensors]
             change.zero_()
-            adamw_kernel.update(weight, gradient, exp_avg, exp_avg_sq, norm=torch.tensor(float(bad)), **options)
-            assert all(torch.equal(a, b) for a, b in zip(kept, (weight, exp_avg, exp_avg_sq), strict=True))
+            adamw_kernel.update(updates, norm=torch.tensor(float(bad)), **options)
+            found = [t for update in updates for t in update.tensors]
+            assert all(torch.equal(a, b) for a, b in zip(kept, found, strict=True))
             assert not change.any()
 
 
@@ -70,5 +82,7 @@ if __name__ == "__main__":
     for case in ((torch.float32, 1.0), (torch.bfloat16, 0.7)):
         check_rows(*case)
     print("softmax_rows gradient_of_logits gradient_of_probs")  # noqa: T201 read by the test
-    check_adamw()
+    check_adamw((5000, 16, 1024, 48), torch.bfloat16)  # some elements are no multiple of what a thread loads
+    check_adamw((4096, 16, 1024, 9216), torch.bfloat16)
+    check_adamw((5, 1, 3000), torch.float32)
     print("adamw")  # noqa: T201
