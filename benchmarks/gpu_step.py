@@ -107,6 +107,7 @@ def step_config(model: Path, root: Path, phases: Sequence[Phase], overrides: Seq
         "rollout.stop_at": "end_of_text",
         "rollout.gpu_memory_share": 0.2,
         "trainer.compile": True,
+        "trainer.logprob_recompute": False,
         "loop.prompts_per_step": work.num_prompts,
         "loop.steps": sum(phase.warm + phase.steps for phase in phases),
         "weight_sync.canary_tolerance": 5.0,  # random weights are as sharp as trained ones, and less smooth

@@ -277,7 +277,7 @@ def build_trainer(model: Path, phases: Sequence[Phase], arguments: argparse.Name
     tokenizer.padding_side = "left"
     prompts = prompts_of(tokenizer, work, settings["max_steps"] * work.num_prompts)
     policy = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, attn_implementation="sdpa", device_map="cuda" if on_gpu else None
+        model, dtype=torch.float32, attn_implementation="sdpa", device_map={"": 0} if on_gpu else None
     )
     return trl.GRPOTrainer(
         model=policy,
@@ -375,7 +375,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         if "failed" in row:
             lines.append(f"{row['case']:30} FAILED: {row['failed']}")
             continue
-        spans = " ".join(f"{row['spans_s'].get(name, 0.0):12.3f}" for name in names)
+        spans = " ".join(f"{row['spans_s'][name]:12.3f}" for name in names if row["spans_s"])
         lines.append(f"{row['case']:30} {row['step_s']:7.3f} {row['samples_per_s']:9.1f} {spans}")
     return "\n".join(lines)
 
