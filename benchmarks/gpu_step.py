@@ -105,7 +105,7 @@ def step_config(model: Path, root: Path, phases: Sequence[Phase], overrides: Seq
         "rollout.max_tokens": max(phase.work.max_tokens for phase in phases),
         "rollout.max_num_seqs": work.num_samples,
         "rollout.stop_at": "end_of_text",
-        "rollout.gpu_memory_share": 0.14,  # weights and the cache of one step; a pack without recomputation takes the rest
+        "rollout.gpu_memory_share": 0.14,  # enough for one step; packs without recomputation take the rest
         "trainer.compile": True,
         "trainer.logprob_recompute": False,
         "loop.prompts_per_step": work.num_prompts,
