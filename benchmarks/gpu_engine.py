@@ -20,9 +20,10 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -140,9 +141,13 @@ def measure(
         engine = factory()
         start_s = time.perf_counter() - started
         try:
-            speed = [product_tflops()] if on_gpu() else []
+            speed = [attempt("speed before", product_tflops, failed)] if on_gpu() else []
             attempt("rounds", lambda: run_rounds(engine, config, facts, options, seconds), failed)
-            speed += [product_tflops()] if on_gpu() else []
+            speed += [attempt("speed after", product_tflops, failed)] if on_gpu() else []
+            found = {"start_s": start_s, "product_tflops": speed}
+            # Written before the rest begins: it stands whatever becomes of the process.
+            result = report(config, facts, options, seconds, failed) | found
+            options.out.write_text(json.dumps(result, indent=1))
             products: dict[int, float] | None = attempt(
                 "products", lambda: measured_products(engine, options.sizes), failed
             )
@@ -150,9 +155,20 @@ def measure(
             steps = attempt("steps", lambda: probed(engine, batch), failed)
         finally:
             engine.close()
+    return report(config, facts, options, seconds, failed, products or {}) | found | {"probed_steps": steps}
+
+
+def report(
+    config: RunConfig,
+    facts: ModelFacts,
+    options: argparse.Namespace,
+    seconds: dict[int, list[float]],
+    failed: Sequence[dict[str, str]],
+    products: Mapping[int, float] = MappingProxyType({}),
+) -> dict[str, Any]:
     bytes_per_s = options.tb_per_s * 1e12
     rows = [
-        row_of(config, facts, count, values, bytes_per_s, (products or {}).get(count))
+        row_of(config, facts, count, values, bytes_per_s, products.get(count))
         for count, values in seconds.items()
         if values
     ]
@@ -161,13 +177,10 @@ def measure(
         "prompt_tokens": config.data.max_prompt_tokens,
         "new_tokens": config.rollout.max_tokens,
         "fp32_head": config.model.fp32_head,
-        "start_s": start_s,
-        "product_tflops": speed,
         "bytes_per_s": bytes_per_s,
         "rows": [*(row.as_json() for row in rows), *failed],
         "seconds": {str(count): values for count, values in seconds.items()},
         "probed_sequences": options.probed,
-        "probed_steps": steps,
     }
 
 
