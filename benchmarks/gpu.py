@@ -44,14 +44,7 @@ _PACKAGES = (
 
 # The limits add up to more than eight minutes, what the parts are expected to take (in brackets) to less.
 PARTS = (
-    Part(
-        key="a",
-        name="trainers",
-        script="gpu_trainers.py",
-        needs=None,
-        arguments=("--seconds", "135"),  # after which no further case starts
-        limit_s=190,  # 150
-    ),
+    Part(key="a", name="trainers", script="gpu_trainers.py", needs=None, limit_s=190),  # 150
     Part(key="b", name="engine", script="gpu_engine.py", needs="random", limit_s=100),  # 70
     Part(key="c", name="sync", script="gpu_sync.py", needs="random", limit_s=85),  # 50
     Part(key="d", name="step", script="gpu_step.py", needs="random", limit_s=110),  # 75

@@ -186,16 +186,17 @@ def ended(process: subprocess.Popen[bytes], mark: str, grace_s: float) -> list[s
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and any(True for _ in marked(mark)):
         time.sleep(0.2)
-    killed: list[str] = []
+    killed: dict[psutil.Process, str] = {}
     for one in {*tree, *marked(mark)}:
         try:
             name = one.name()
             one.kill()  # psutil makes sure that it is still the same process
-            killed.append(name)
+            killed[one] = name
         except psutil.NoSuchProcess:
             continue
     process.wait()
-    return killed
+    psutil.wait_procs(killed, timeout=3.0)  # their memory is free once they are gone
+    return list(killed.values())
 
 
 def descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
