@@ -18,8 +18,9 @@ from grpo_lib.data.store import read_prompts
 from grpo_lib.interfaces import Tracker, VerifierPool
 from grpo_lib.loop import StepRecord
 from grpo_lib.pipeline import RolloutPipeline
+from grpo_lib.stages.checkpoints import checkpoints_of
 from grpo_lib.stages.live import LiveRun, live_run
-from grpo_lib.stages.recorder import DiskRecorder, checkpoints_of
+from grpo_lib.stages.recorder import DiskRecorder
 from grpo_lib.stages.run_paths import RunPaths, clear
 from grpo_lib.timing import SPANS
 from grpo_lib.tracking import WandbTracker, read_metrics

@@ -10,9 +10,10 @@ from grpo_lib.config import RunConfig
 from grpo_lib.data.models import resolve_model_path
 from grpo_lib.parity.probe import ENGINE_SCORE, StoredLogprobs, probe
 from grpo_lib.parity.report import build_report, to_dict
+from grpo_lib.stages.checkpoints import checkpoints_of
 from grpo_lib.stages.diagnosis import diagnosed
 from grpo_lib.stages.live import live_parts
-from grpo_lib.stages.recorder import checkpoints_of, read_certificates
+from grpo_lib.stages.recorder import read_certificates
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.scorers import ScoredBefore, ScoredBySequence, ScoredByTrainer
 from grpo_lib.stages.stored_run import write_parity

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -14,9 +12,10 @@ from pydantic import TypeAdapter
 
 from grpo_lib.algo.advantages import GroupAssessment
 from grpo_lib.config import RunConfig
-from grpo_lib.data.files import append_json_line, storage_errors
+from grpo_lib.data.files import append_json_line
 from grpo_lib.interfaces import Tracker, TrainerGroup
 from grpo_lib.loop import StepRecord
+from grpo_lib.stages.checkpoints import CheckpointState, CheckpointWriter
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.rollouts import write_rollouts
@@ -55,6 +54,7 @@ class DiskRecorder:
         self._trackers, self._on_step = tuple(trackers), on_step
         self._store = LocalStore(paths.store)
         self._metrics = MetricsFile(paths.metrics)
+        self._checkpoints = CheckpointWriter(paths, trainer, loop=config.loop)
         self._step_s: list[float] = []
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts")
         self._written: Future[None] | None = None
@@ -76,32 +76,21 @@ class DiskRecorder:
             written.result()
 
     def checkpoint(self, step: int, prompt_state: dict[str, int], empty_steps: int) -> None:
-        """Complete or absent: a checkpoint is written beside its place and renamed into it.
+        """Complete or absent.
 
         Raises:
             RankFailure: a rank could not write its part; the cause says why.
             StorageError: the rest could not be written. Earlier checkpoints are untouched in either case.
         """
-        target = self._paths.checkpoints / f"step-{step:06d}"
-        partial = target.with_name(f".partial-{target.name}")
-        with storage_errors(target, setting=_SETTING):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._trainer.save(partial)  # outside of `storage_errors`: a deadline is an OSError too
-            state = {
-                "steps_done": step,
-                "empty_steps": empty_steps,
-                "policy_version": self._trainer.policy_version,
-                "prompts": prompt_state,
-            }
-            with storage_errors(target, setting=_SETTING):
-                (partial / "loop.json").write_text(json.dumps(state))
-                partial.rename(target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)  # what a failure left; a full disk needs the room back
-        for old in checkpoints_of(self._paths)[: -self._config.loop.keep_checkpoints]:
-            shutil.rmtree(old)
+        self._checkpoints.begin(
+            CheckpointState(
+                run_id=self._paths.run.name,
+                steps_done=step,
+                empty_steps=empty_steps,
+                policy_version=self._trainer.policy_version,
+                prompts=prompt_state,
+            )
+        )
 
     def step(self, record: StepRecord) -> None:
         row = {"step": record.step, "policy_version": record.policy_version, **record.metrics}
@@ -111,6 +100,7 @@ class DiskRecorder:
         log.info(self._line(record))
         if self._on_step is not None:
             self._on_step(record)
+        self._checkpoints.finish()  # visible only after the rows of its steps
 
     def finish(self) -> None:
         """After the last step: keep the metrics as Parquet too."""
@@ -138,11 +128,6 @@ class DiskRecorder:
             f"step {record.step}/{self._config.loop.steps}  reward {metrics['reward/mean']:.3f}  {trained}  "
             f"{metrics['time/step_s']:.2f} s  ETA {timedelta(seconds=round(left_s))}"
         )
-
-
-def checkpoints_of(paths: RunPaths) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
-    return sorted(paths.checkpoints.glob("step-*"))
 
 
 def read_certificates(path: Path) -> list[SyncCertificate]:

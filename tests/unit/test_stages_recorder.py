@@ -10,7 +10,8 @@ import pytest
 
 from grpo_lib.algo.advantages import assess_group
 from grpo_lib.errors import DeadlineExceeded, RankFailure, StorageError
-from grpo_lib.stages.recorder import DiskRecorder, checkpoints_of, read_certificates
+from grpo_lib.stages.checkpoints import checkpoints_of
+from grpo_lib.stages.recorder import DiskRecorder, read_certificates
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.tracking import MetricsFile
 from tests.unit.algo_cases import make_group, make_rollout
