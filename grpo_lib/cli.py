@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from grpo_lib import cli_models, cli_parity
+from grpo_lib import cli_models, cli_parity, cli_run
 from grpo_lib.config import RunConfig, config_hash, flat, resolve, settings
 from grpo_lib.data.models import inspect_model, resolve_model_path
 from grpo_lib.derived import Derived, derive, gib, model_problems
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("config-docs", _config_docs, "Print docs/configuration.md, generated from the settings' descriptions.")
     cli_models.register(commands)
     cli_parity.register(commands)
+    cli_run.register(commands)
     return parser
 
 

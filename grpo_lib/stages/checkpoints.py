@@ -111,12 +111,17 @@ def checkpoints_of(paths: RunPaths) -> list[Path]:
     return sorted(paths.checkpoints.glob("step-*"))
 
 
-def newest_complete(paths: RunPaths) -> ResumePoint | None:
+def newest_complete(paths: RunPaths, *, at_most: int | None = None) -> ResumePoint | None:
     """The newest checkpoint whose files are all there and unchanged; None when there is none.
 
     A damaged one is skipped with a warning that says which file differs and how.
+
+    Args:
+        at_most: Steps done in the newest that may be taken; any number when absent.
     """
     for path in reversed(checkpoints_of(paths)):
+        if at_most is not None and path.name > _name(at_most):
+            continue
         try:
             return verified(path)
         except (DataError, StorageError) as error:
