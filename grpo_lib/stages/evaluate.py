@@ -15,7 +15,6 @@ from grpo_lib.evaluate import EvaluationResult, EvaluationTable, evaluate_policy
 from grpo_lib.stages.live import live_engines
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.stored_run import write_evaluation
-from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.refs import StoreRef
 from grpo_lib.storage.rollouts import write_rollouts
 from grpo_lib.verifiers.pool import ProcessVerifierPool
@@ -63,4 +62,4 @@ def store_samples(config: RunConfig, paths: RunPaths, table: EvaluationTable) ->
         assess_group(group, kind=config.algorithm.advantage, correct_reward=config.verifier.correct_reward)
         for group in table.groups
     ]
-    return write_rollouts(LocalStore(paths.store), step=config.loop.steps, groups=table.groups, assessments=assessments)
+    return write_rollouts(paths.open_store(), step=config.loop.steps, groups=table.groups, assessments=assessments)

@@ -17,7 +17,6 @@ from grpo_lib.stages.recorder import read_certificates
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.scorers import ScoredBefore, ScoredBySequence, ScoredByTrainer
 from grpo_lib.stages.stored_run import write_parity
-from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.refs import StoreRef
 from grpo_lib.storage.rollouts import read_rollouts
 from grpo_lib.tracking import read_metrics
@@ -51,7 +50,7 @@ def run(
         rollouts: Store reference of samples drawn by `policy_version`.
         evaluation: `EvaluationResult.to_dict()`.
     """
-    groups = read_rollouts(LocalStore(paths.store), StoreRef.from_dict(rollouts)).groups
+    groups = read_rollouts(paths.open_store(), StoreRef.from_dict(rollouts)).groups
     plain = HfScorer(
         paths.export,
         dtype=config.model.dtype,

@@ -109,8 +109,7 @@ def read_rollouts(store: ArtifactStore, ref: StoreRef) -> StoredRollouts:
     Raises:
         StorageError: the file is missing or damaged, or is no rollout table of this format.
     """
-    store.verify(ref)
-    path = store.get(ref)
+    path = store.get(ref, verified=True)
     try:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:

@@ -29,7 +29,7 @@ def stored(tmp_path: Path) -> RunPaths:
     config = resolve("embedded_addition", [f"storage.root={tmp_path}", "loop.steps=3", "seed=7"])
     paths = begin.record(begin.check(config), "GRPOFlow/1")
     lines = ({"step": step, "key": "0" * 64, "size_bytes": 1, "kind": "table"} for step in (1, 2, 3))
-    paths.store.mkdir()
+    Path(paths.store).mkdir(exist_ok=True)
     paths.rollout_index.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return paths
 

@@ -40,7 +40,7 @@ class SavingTrainer(FakeTrainer):
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    return RunPaths(run=tmp_path / "run", store=tmp_path / "store")
+    return RunPaths(run_id="GRPOFlow/1", run=tmp_path / "run", store=str(tmp_path / "store"))
 
 
 def recorder(paths: RunPaths, trainer: FakeTrainer) -> DiskRecorder:

@@ -20,7 +20,7 @@ from tests.unit.fakes import FakeTrainer, small_config
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    return RunPaths(run=tmp_path / "run", store=tmp_path / "store")
+    return RunPaths(run_id="GRPOFlow/1", run=tmp_path / "run", store=str(tmp_path / "store"))
 
 
 def recorder(paths: RunPaths, *, steps: int = 3) -> DiskRecorder:
@@ -33,13 +33,18 @@ def record(step: int, *, seconds: float = 2.0) -> StepRecord:
 
 
 def begin_rollouts_that_cannot_be_stored(written: DiskRecorder, paths: RunPaths) -> None:
-    paths.store.write_text("a file where the store's folder belongs")
+    Path(paths.store).write_text("a file where the store's folder belongs")
     group = make_group([make_rollout(0, 1.0), make_rollout(1, 0.0)])
     written.rollouts(1, (group,), (assess_group(group, kind="centered", correct_reward=1.0),))
 
 
 def test_what_an_earlier_attempt_of_fit_left_is_gone_and_everything_else_stays(paths: RunPaths) -> None:
-    kept = [paths.data / "manifest.json", paths.shards / "trainer.json", paths.store / "objects", paths.tracking / "a"]
+    kept = [
+        paths.data / "manifest.json",
+        paths.shards / "trainer.json",
+        Path(paths.store) / "objects",
+        paths.tracking / "a",
+    ]
     left = [
         *(paths.metrics, paths.metrics.with_suffix(".parquet"), paths.certificates, paths.rollout_index),
         *(paths.checkpoints / "step-000002" / "loop.json", paths.checkpoints / ".partial-step-000004" / "state"),

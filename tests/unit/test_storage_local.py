@@ -83,7 +83,7 @@ def test_damage_is_noticed_and_mended_by_storing_again(store: LocalStore, source
     assert store.put_file(source) == ref
     store.verify(ref)
     path.unlink()
-    with pytest.raises(StorageError, match=r"not in the store .*; it was removed, or storage\.root differs"):
+    with pytest.raises(StorageError, match=r"not in the store .*; it was removed, or storage\.store differs"):
         store.get(ref)
 
 
@@ -121,7 +121,7 @@ def test_what_cannot_fit_is_refused_with_the_figures(
 ) -> None:
     for module in (files, local):
         monkeypatch.setattr(module, "free_bytes", lambda path: 10_000)
-    with pytest.raises(StorageError, match=r"10,240 bytes needed, 10,000 bytes free .* point storage\.root to a disk"):
+    with pytest.raises(StorageError, match=r"10,240 bytes needed, 10,000 bytes free .* point storage\.store to a disk"):
         store.put_file(source)
     assert stored_files(tmp_path) == []
 
@@ -152,7 +152,7 @@ def test_disk_that_fills_while_writing_leaves_nothing(store: LocalStore, source:
 
 
 def test_unwritable_root(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StorageError, match=r"Not a directory; check the folder and its disk, or point storage\.root"):
+    with pytest.raises(StorageError, match=r"Not a directory; check the folder and its disk, or point storage\.store"):
         LocalStore(source / "store").put_file(source)
 
     def forbidden(*_: object, **__: object) -> None:
