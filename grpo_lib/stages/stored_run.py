@@ -169,9 +169,18 @@ def open_run(reference: str) -> StoredRun:
 
 
 def write_run(
-    paths: RunPaths, *, run_id: str, config: RunConfig, config_hash: str, lineage: Mapping[str, object]
+    paths: RunPaths,
+    *,
+    run_id: str,
+    config: RunConfig,
+    config_hash: str,
+    lineage: Mapping[str, object],
+    origins: Sequence[str] = (),
 ) -> None:
     """What makes a folder a run, `run.json`, and the store's knowledge of it.
+
+    Args:
+        origins: Ids of the runs that it continues under an id of its own, nearest first.
 
     Raises:
         StorageError: it cannot be written; so do the two functions below.
@@ -182,6 +191,7 @@ def write_run(
         "config": config.model_dump(mode="json"),
         "config_hash": config_hash,
         "lineage": dict(lineage),
+        "origins": list(origins),
         # relative, so that a storage root can be moved as a whole
         "store": paths.store if is_remote(paths.store) else os.path.relpath(paths.store, paths.run),
     }
