@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from grpo_lib.algo.losses import build_loss
 from grpo_lib.config import RunConfig
 from grpo_lib.distributed.process_group import Rendezvous, free_port, init_ranks
+from grpo_lib.trainers.checkpoint_folder import WriteBehind
 from grpo_lib.trainers.hf_checkpoint import HfFolder
 from grpo_lib.trainers.whole_model import dump_state, export_hf, load_hf_weights, restore_state, shard_report
-from grpo_lib.types import PackedBatch, SenderReport, ShardedTensor, StateKind, StepMetrics
+from grpo_lib.types import PackedBatch, SenderReport, ShardedTensor, StateKind, StepMetrics, WrittenFile
 from grpo_lib.weight_sync.sender import EngineClient, WeightSender
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class TrainerRank:
         self._recipe = recipe
         self._rendezvous: Rendezvous | None = None
         self._loss = build_loss(recipe.config.algorithm)
+        self._writer = WriteBehind()
 
     def listen_address(self) -> tuple[str, int]:
         """(address, free port) on this rank's host."""
@@ -104,8 +106,11 @@ class TrainerRank:
             backend = self._reference
         return [backend.logprobs(batch) for batch in micro_batches]
 
-    def save(self, path: Path) -> None:
-        self._backend.save(path)
+    def begin_save(self, path: Path) -> None:
+        self._writer.begin(path, self._backend.snapshot)
+
+    def written(self, *, wait: bool) -> WrittenFile | None:
+        return self._writer.written(wait=wait)
 
     def load(self, path: Path) -> None:
         self._backend.load(path)
@@ -129,6 +134,7 @@ class TrainerRank:
         return [dict(self._backend.hidden_states(batch)) for batch in micro_batches]
 
     def close(self) -> None:
+        self._writer.close()
         self._sender.close()
 
 

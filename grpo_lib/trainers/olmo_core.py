@@ -1,4 +1,4 @@
-"""The OLMo-core trainer: one rank of FSDP2, with OLMo-core's model, sharding, optimiser and checkpoints.
+"""The OLMo-core trainer: one rank of FSDP2, with OLMo-core's model, sharding and optimiser.
 
 OLMo-core's own Trainer is not used: its optimiser step needs an attached Trainer that owns the loop, and the loop
 here is the project's. One rank runs FSDP2 as well, over a process group of its own, so that one and many ranks differ
@@ -7,6 +7,7 @@ in nothing but the number of shards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,16 +18,17 @@ from torch.distributed.tensor import DTensor
 
 from grpo_lib.config import TrainerConfig
 from grpo_lib.interfaces import PolicyLoss
+from grpo_lib.trainers.checkpoint_folder import Snapshot, StateCopier, load_checkpoint
 from grpo_lib.trainers.document_probe import check_documents_stay_apart
 from grpo_lib.trainers.gradient_pass import accumulate_gradients
 from grpo_lib.trainers.hf_checkpoint import HfFolder
 from grpo_lib.trainers.joined_documents import ROW_MULTIPLE, JoinedDocuments, WantedLabels, copied_to
 from grpo_lib.trainers.labels import successor_labels, trained_labels
-from grpo_lib.trainers.olmo_core_checkpoint import load_checkpoint, save_checkpoint
 from grpo_lib.trainers.olmo_core_model import NameMap, build_sharded, fsdp_modules, shard_rows
 from grpo_lib.trainers.olmo_core_optim import SteppedAdamW
 from grpo_lib.trainers.output_head import HeadOptions
 from grpo_lib.trainers.rank_group import ensure_group
+from grpo_lib.trainers.state_parts import Part, load_part
 from grpo_lib.trainers.whole_model import in_buckets
 from grpo_lib.types import TRAINING_STATE, Bucket, PackedBatch, StateKind, StepMetrics, WeightEntry, WeightManifest
 
@@ -72,6 +74,7 @@ class OlmoCoreTrainer:
         self._device, self._dtype_name = torch.device(device), dtype
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._folder = HfFolder(model_path)
+        self._copier = StateCopier(self._device)
         self._names = NameMap(self._folder.config)
         ensure_group(self._device, rank, world_size)
         self._mesh = init_device_mesh(self._device.type, (world_size,), mesh_dim_names=("dp",))
@@ -158,19 +161,22 @@ class OlmoCoreTrainer:
         """
         return in_buckets(self._gathered(), self._config.bucket_mib << 20)
 
-    def save(self, path: Path) -> None:
-        """Weights, optimiser, RNG and version; the schedule is a function of the version."""
-        optimizer = self._optimizer.adamw if self._optimizer else None
-        save_checkpoint(path, model=self._model, optimizer=optimizer, policy_version=self.policy_version)
+    def snapshot(self) -> Snapshot:
+        """Weights, moments, RNG and version; the schedule is a function of the version."""
+        shapes = {entry.name: entry.shape for entry in self._manifest.entries}
+        return self._copier.snapshot(self._parts(), shapes, policy_version=self.policy_version)
 
+    @torch.no_grad()
     def load(self, path: Path) -> None:
-        """The inverse of `save`, for any number of ranks.
+        """Continue from a checkpoint of any number of ranks and any backend.
 
         Raises:
             DataError: the checkpoint is incomplete or of another model.
         """
-        optimizer = self._optimizer.adamw if self._optimizer else None
-        self.policy_version = load_checkpoint(path, model=self._model, optimizer=optimizer)
+        shapes = {entry.name: entry.shape for entry in self._manifest.entries}
+        self.policy_version = load_checkpoint(path, parts=self._parts(), shapes=shapes)
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
 
     def local_numel(self) -> dict[str, tuple[str, int]]:
         """Hugging Face name → (own name, elements of this rank's shard)."""
@@ -192,9 +198,8 @@ class OlmoCoreTrainer:
         """Keep this rank's rows of each full tensor; see `InspectableTrainer.load_state`."""
         assert kind in TRAINING_STATE, kind
         for name, parameter in self._model.named_parameters():
-            shard = self._state(kind, parameter).to_local()
-            start, stop = shard_rows(parameter.shape[0], self._mesh.size(), self._mesh.get_local_rank())
-            shard.copy_(read(self._names.hf(name))[start:stop])
+            flat = read(self._names.hf(name)).flatten()
+            load_part(self._part(kind, parameter), lambda start, stop, flat=flat: flat[start:stop])
         if self._optimizer is not None:
             self._optimizer.zero_grad()
 
@@ -277,6 +282,20 @@ class OlmoCoreTrainer:
             tensor = self._optimizer.adamw.state[parameter][kind.value]
         assert isinstance(tensor, DTensor), f"{kind}: no gradient outside of forward_backward … optim_step"
         return tensor
+
+    def _part(self, kind: StateKind, parameter: torch.nn.Parameter) -> Part:
+        """This rank's rows of a tensor, flattened."""
+        row, _ = shard_rows(parameter.shape[0], self._mesh.size(), self._mesh.get_local_rank())
+        values = self._state(kind, parameter).to_local().view(-1)
+        return Part(start=row * math.prod(parameter.shape[1:]), values=values)
+
+    def _parts(self) -> dict[tuple[StateKind, str], Part]:
+        kinds = TRAINING_STATE if self._optimizer else (StateKind.WEIGHT,)
+        return {
+            (kind, self._names.hf(name)): self._part(kind, parameter)
+            for kind in kinds
+            for name, parameter in self._model.named_parameters()
+        }
 
     def _gather(self, module: FSDPModule, names: Sequence[str]) -> list[tuple[str, torch.Tensor]]:
         """Clones of one FSDP unit's own parameters, full, in the compute dtype."""
