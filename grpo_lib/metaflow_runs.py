@@ -1,4 +1,4 @@
-"""Metaflow's client, read only: from the id of a run to the folder where that run keeps its files."""
+"""Metaflow's client, read only: from the id of a run to the folder where it keeps its files, and to its origins."""
 
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 # (metaflow declares no exports)
@@ -37,6 +37,24 @@ def run_folder(reference: str) -> Path:
         f"Metaflow knows no run {reference!r} here; {_latest()}. Local runs are found from the folder in which they "
         "were started; a run's folder works from everywhere"
     )
+
+
+def origins_of(flow: str, origin_run_id: str) -> list[str]:
+    """Ids of the runs that a resumed run continues, nearest first, e.g. ``["GRPOFlow/124", "GRPOFlow/123"]``.
+
+    Args:
+        origin_run_id: Of the nearest.
+    """
+    namespace(None)
+    found: list[str] = []
+    origin = f"{flow}/{origin_run_id}"
+    while origin is not None and origin not in found:
+        found.append(origin)
+        try:
+            origin = Run(origin).origin_pathspec
+        except MetaflowNotFound:  # removed since; what it left is only looked for under its id
+            origin = None
+    return found
 
 
 def _folder_of(run: Run) -> Path:

@@ -3,14 +3,15 @@
 ``<run>/running.json``    process, stage, step and span of the attempt under way; empty when there is none
 ``<run>/attempts.jsonl``  a line when an attempt begins, when it continues from a checkpoint, and when it ends
 
-A killed process leaves its lock. It is found dead by its process id where that can be looked up, else by a heartbeat
-that has stopped.
+A killed process leaves its page. It is found dead by its process id where that can be looked up, else because its
+heartbeat, the time of the page, does not move while somebody watches.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import socket
 import threading
@@ -28,7 +29,9 @@ from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.tracking import read_metrics
 
 HEARTBEAT_S = 5.0
-SILENT_S = 60.0  # a holder that cannot be looked up counts as dead after this long without a heartbeat
+SILENT_S = 20.0  # a process that cannot be looked up counts as dead when it does not beat for this long
+log = logging.getLogger(__name__)
+
 _SETTING = "storage.root"
 _PAGE_BYTES = 4096  # written in one call and padded, so that a reader meets one state or the other
 _READS = 5  # of a page that may be written at the same moment
@@ -73,10 +76,6 @@ class Holder:
     span: str | None = None  # of `timing.SPANS`
     parts: Mapping[str, int] | None = None  # process id by part, e.g. "engine 0", on the machines where they run
     beat: float = 0.0  # seconds since the epoch, when it last gave a sign of life
-
-    def is_alive(self) -> bool:
-        alive = self.process.is_alive()
-        return time.time() - self.beat < SILENT_S if alive is None else alive
 
     def __str__(self) -> str:
         place = "".join((f" step {self.step}" if self.step else "", f" ({self.span})" if self.span else ""))
@@ -166,16 +165,19 @@ def attempt(paths: RunPaths, *, stage: str) -> Iterator[Attempt]:
 
 
 def holder_of(paths: RunPaths) -> Holder | None:
-    """The attempt that works on a run now; None when there is none, or it died."""
+    """What the last attempt reported, if it has not ended; it may be dead. None when there is none.
+
+    Raises:
+        DataError: `running.json` is damaged.
+    """
     try:
         page = os.open(paths.running, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
-        holder = _read_page(page, paths)
+        return _read_page(page, paths)
     finally:
         os.close(page)
-    return holder if holder is not None and holder.is_alive() else None
 
 
 def attempts_of(paths: RunPaths) -> list[dict[str, Any]]:
@@ -194,7 +196,7 @@ def _take(page: int, paths: RunPaths, stage: str) -> tuple[Holder, bool]:
         found, own = _read_page(page, paths), ProcessName.own()
         if found is not None and found.process == own:
             return found, False
-        if found is not None and found.is_alive():
+        if found is not None and _is_alive(found, paths):
             raise RunBusy(
                 f"{paths.run} is being worked on: {found}. Wait for it, or stop that process; a run is continued by "
                 "one process at a time"
@@ -205,6 +207,23 @@ def _take(page: int, paths: RunPaths, stage: str) -> tuple[Holder, bool]:
         return holder, True
     finally:
         fcntl.flock(page, fcntl.LOCK_UN)
+
+
+def _is_alive(found: Holder, paths: RunPaths) -> bool:
+    """Whether a process is at work; waits for its heartbeat where it cannot be looked up. Clocks are not compared."""
+    alive = found.process.is_alive()
+    if alive is not None:
+        return alive
+    log.info("%s may still be at work: waiting %g s for a heartbeat of %s", paths.run, SILENT_S, found)
+    deadline = time.monotonic() + SILENT_S
+    while time.monotonic() < deadline:
+        time.sleep(1.0)
+        now = holder_of(paths)  # opened anew each time: a network file system then looks at the server's time
+        if now is None or now.process != found.process:
+            return False
+        if now.beat != found.beat:
+            return True
+    return False
 
 
 @contextmanager

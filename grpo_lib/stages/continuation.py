@@ -17,6 +17,8 @@ from grpo_lib.stages.stored_run import StoredRun, open_run
 
 log = logging.getLogger(__name__)
 
+_SHOWN_CHANGES = 10
+
 
 def starting_point(config: RunConfig, paths: RunPaths, current: Attempt) -> ResumePoint | None:
     """The run's last complete checkpoint, if it may be used; None is the beginning. Both are logged and noted.
@@ -38,8 +40,10 @@ def starting_point(config: RunConfig, paths: RunPaths, current: Attempt) -> Resu
     changes = [] if run is None else changed_origin(run, config)
     current.note("continues", from_step=done, checkpoint=str(point.path), changed=changes)
     log.info("continues after step %d of %d with policy version %d", done, steps, point.state.policy_version)
-    for change in changes:
+    for change in changes[:_SHOWN_CHANGES]:
         log.warning("not as when the run began: %s", change)
+    if len(changes) > _SHOWN_CHANGES:
+        log.warning("and %d more differences, in %s", len(changes) - _SHOWN_CHANGES, paths.attempts)
     if done >= steps:
         log.info("all %d steps are done: nothing is trained, the model is exported", steps)
     return point

@@ -12,6 +12,7 @@ from grpo_lib.data.models import resolve_model_path
 from grpo_lib.data.prompts import Split
 from grpo_lib.data.store import read_prompts
 from grpo_lib.evaluate import EvaluationResult, EvaluationTable, evaluate_policy
+from grpo_lib.stages.attempts import attempt
 from grpo_lib.stages.live import live_engines
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.stored_run import write_evaluation
@@ -33,7 +34,15 @@ def run(config: RunConfig, paths: RunPaths, *, policy_version: int) -> Evaluatio
 
     Args:
         policy_version: Of the exported model.
+
+    Raises:
+        RunBusy: another process is at work on the run.
     """
+    with attempt(paths, stage="evaluate"):
+        return _evaluate(config, paths, policy_version)
+
+
+def _evaluate(config: RunConfig, paths: RunPaths, policy_version: int) -> Evaluation:
     model_path = resolve_model_path(config.model.path)
     prompts = read_prompts(paths.data, Split.HELDOUT)
     tokenizer = load_tokenizer(model_path)

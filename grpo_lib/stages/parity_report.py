@@ -10,6 +10,7 @@ from grpo_lib.config import RunConfig
 from grpo_lib.data.models import resolve_model_path
 from grpo_lib.parity.probe import ENGINE_SCORE, StoredLogprobs, probe
 from grpo_lib.parity.report import build_report, to_dict
+from grpo_lib.stages.attempts import attempt
 from grpo_lib.stages.checkpoints import checkpoints_of
 from grpo_lib.stages.diagnosis import diagnosed
 from grpo_lib.stages.live import live_parts
@@ -49,7 +50,22 @@ def run(
     Args:
         rollouts: Store reference of samples drawn by `policy_version`.
         evaluation: `EvaluationResult.to_dict()`.
+
+    Raises:
+        RunBusy: another process is at work on the run.
     """
+    with attempt(paths, stage="parity_report"):
+        return _judge(config, paths, rollouts, evaluation, policy_version, shard_plan)
+
+
+def _judge(
+    config: RunConfig,
+    paths: RunPaths,
+    rollouts: Mapping[str, Any],
+    evaluation: Mapping[str, Any],
+    policy_version: int,
+    shard_plan: ShardPlan | None,
+) -> StoredReport:
     groups = read_rollouts(paths.open_store(), StoreRef.from_dict(rollouts)).groups
     plain = HfScorer(
         paths.export,
