@@ -75,9 +75,9 @@ def _split(table: Path, lost: Path, is_kept: Callable[[dict[str, Any]], bool]) -
 
 
 def _parsed(line: bytes, table: Path, *, number: int, is_last: bool) -> dict[str, Any] | None:
-    """A row; None for a last line that a crash cut off."""
+    """A row; None for a last line that a crash cut off, be it only at its end: the next row would join it."""
     try:
-        return json.loads(line)
+        return json.loads(line) if line.endswith(b"\n") else None
     except ValueError as error:
         if is_last:
             return None

@@ -89,7 +89,7 @@ class DiskRecorder:
         """Begin one, behind the steps that follow; it becomes visible after this step's row. See `CheckpointWriter`."""
         self._checkpoints.begin(
             CheckpointState(
-                run_id=self._paths.run.name,
+                run_id=self._paths.run_id,
                 steps_done=step,
                 empty_steps=empty_steps,
                 policy_version=self._trainer.policy_version,

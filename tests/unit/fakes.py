@@ -168,6 +168,7 @@ class FakeTrainer:
     denominators: list[float] = field(default_factory=list)
     saving: tuple[Path, str] = (Path(), "")
     is_written: bool = True  # whether a save is over when nobody waits for it
+    failure: Exception | None = None  # of a save
 
     @property
     def policy_version(self) -> int:
@@ -200,6 +201,8 @@ class FakeTrainer:
         self.saving = (path, f"version {self.version}")
 
     def written(self, *, wait: bool, deadline_s: float | None = None) -> tuple[WrittenFile, ...] | None:
+        if self.failure is not None:
+            raise self.failure
         if not (wait or self.is_written):
             return None
         path, content = self.saving
