@@ -107,7 +107,9 @@ class LocalStore:
 
     def documents(self, prefix: str) -> Iterator[Stored]:
         """See `refs.ArtifactStore`."""
-        for found in _listed(self._root, lambda path: path.relative_to(self._root).as_posix()):
+        for found in _listed(
+            self._root / prefix.rpartition("/")[0], lambda path: path.relative_to(self._root).as_posix()
+        ):
             if found.name.startswith(prefix):
                 yield found
 
