@@ -16,7 +16,7 @@ SMALLEST_PART_BYTES = 100_000  # of an upload in parts; 5 MiB in S3 itself, wher
 def s3_service() -> Iterator[str]:
     """Its endpoint's URL, on a free port; it ends with the block."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    models.S3_UPLOAD_PART_MIN_SIZE = SMALLEST_PART_BYTES
+    setattr(models, "S3_UPLOAD_PART_MIN_SIZE", SMALLEST_PART_BYTES)  # noqa: B010  # moto exports it nowhere
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:

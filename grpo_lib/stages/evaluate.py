@@ -43,6 +43,8 @@ def run(config: RunConfig, paths: RunPaths, *, policy_version: int) -> Evaluatio
 
 
 def _evaluate(config: RunConfig, paths: RunPaths, policy_version: int) -> Evaluation:
+    mirror = paths.mirror()
+    mirror.fetch(paths.data, paths.export)
     model_path = resolve_model_path(config.model.path)
     prompts = read_prompts(paths.data, Split.HELDOUT)
     tokenizer = load_tokenizer(model_path)
@@ -62,6 +64,7 @@ def _evaluate(config: RunConfig, paths: RunPaths, policy_version: int) -> Evalua
     ref = store_samples(config, paths, after)
     evaluation = result.to_dict()
     write_evaluation(paths, evaluation=evaluation, probe_rollouts=ref.to_dict(), policy_version=policy_version)
+    mirror.publish(paths.evaluation)
     return Evaluation(evaluation=evaluation, rollouts=ref.to_dict())
 
 

@@ -66,7 +66,10 @@ def _judge(
     policy_version: int,
     shard_plan: ShardPlan | None,
 ) -> StoredReport:
-    groups = read_rollouts(paths.open_store(), StoreRef.from_dict(rollouts)).groups
+    store = paths.open_store()
+    mirror = paths.mirror(store)
+    mirror.fetch(paths.export, *paths.step_tables, *mirror.published(paths.checkpoints)[-1:])
+    groups = read_rollouts(store, StoreRef.from_dict(rollouts)).groups
     plain = HfScorer(
         paths.export,
         dtype=config.model.dtype,
@@ -107,6 +110,7 @@ def _judge(
     )
     parity = to_dict(report)
     write_parity(paths, parity)
+    mirror.publish(paths.parity)
     return StoredReport(parity=parity, metrics=metrics, samples=_samples(groups))
 
 

@@ -51,4 +51,5 @@ def run(config: RunConfig, paths: RunPaths) -> ShardPlan:
             f"sharding changed {len(plan.mismatched)} of {len(plan.tensors)} tensors of {model_path}: "
             f"{', '.join(plan.mismatched[:5])}; the trainer does not hold the source's weights"
         )
+    paths.mirror().publish(paths.shards)
     return plan
