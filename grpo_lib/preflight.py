@@ -257,8 +257,9 @@ def _memory(config: RunConfig, derived: Derived, machine: Machine) -> PreflightC
     on_gpu = derived.gpus > 0
     detail = (
         f"{gib(needed)} needed ({config.trainer.num_ranks} x {gib(rank.process if on_gpu else rank.total)} ranks, "
-        f"{config.rollout.num_engines} x {gib(engine.process if on_gpu else engine.total)} engines, the rest Ray and "
-        f"the driver{', and sleeping weights' if config.rollout.sleep_while_training else ''}), "
+        f"{config.rollout.num_engines} x {gib(engine.process if on_gpu else engine.total)} engines, "
+        f"{gib(derived.checkpoint_bytes)} copy of the state that checkpoints are written from, the rest Ray and the "
+        f"driver{', and sleeping weights' if config.rollout.sleep_while_training else ''}), "
         f"{gib(available)} available"
     )
     if needed > available:
@@ -273,14 +274,17 @@ def _disk(config: RunConfig, derived: Derived, machine: Machine, root: Path) -> 
     folder = _existing(root)
     detail = (
         f"{gib(derived.disk_bytes)} needed under storage.root ({config.storage.root}) for "
-        f"{config.loop.keep_checkpoints + 1} checkpoints of {gib(derived.checkpoint_bytes)}, models and rollouts, "
+        f"{derived.num_checkpoints} checkpoints of {gib(derived.checkpoint_bytes)}, models and rollouts, "
         f"{gib(machine.disk_free_bytes)} free"
     )
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         return PreflightCheck(name="disk", ok=False, detail=f"{folder} is not a writable folder; set storage.root")
     ok = derived.disk_bytes <= machine.disk_free_bytes
     if not ok:
-        detail += "; free space, set storage.root to another file system, or lower loop.keep_checkpoints"
+        detail += (
+            "; free space, set storage.root to another file system, lower loop.keep_checkpoints, or raise "
+            "loop.keep_every"
+        )
     return PreflightCheck(name="disk", ok=ok, detail=detail)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lib.config import LoopConfig
-from grpo_lib.data.files import fsync, sha256_of, storage_errors
+from grpo_lib.data.files import fsync, sha256_of, storage_errors, whole_folder
 from grpo_lib.errors import DataError, GrpoError
 from grpo_lib.interfaces import TrainerGroup
 from grpo_lib.stages.run_paths import RunPaths
@@ -173,7 +173,10 @@ class CheckpointWriter:
                     fsync(table)
             loop_file = pending.partial / _LOOP
             loop_file.write_text(json.dumps(asdict(pending.state)) + "\n")
-            _seal(pending.partial, target, [*files, _written(loop_file)])
+            _write_manifest(pending.partial, [*files, _written(loop_file)])
+            fsync(pending.partial)
+            pending.partial.rename(target)
+            fsync(target.parent)
         if self._on_visible is not None:
             self._on_visible(target)
         with storage_errors(self._paths.checkpoints, setting=_SETTING):
@@ -192,17 +195,12 @@ def save_once(trainer: TrainerGroup, target: Path) -> None:
         RankFailure: a rank could not write its part; the cause says why.
         StorageError: the rest could not be written.
     """
-    partial = _hidden(target)
-    try:
-        with storage_errors(target, setting=_SETTING):
-            partial.mkdir(parents=True)
-        trainer.begin_save(partial)
+    with whole_folder(target, setting=_SETTING) as scratch:
+        trainer.begin_save(scratch)
         files = trainer.written(wait=True)
         assert files is not None, "it was waited for"
         with storage_errors(target, setting=_SETTING):
-            _seal(partial, target, files)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            _write_manifest(scratch, files)
 
 
 def checkpoints_of(paths: RunPaths) -> list[Path]:
@@ -256,15 +254,11 @@ def _superseded(checkpoints: Sequence[Path], loop: LoopConfig) -> list[Path]:
     return [path for path in old if not (loop.keep_every and _steps_done(path) % loop.keep_every == 0)]
 
 
-def _seal(partial: Path, target: Path, files: Sequence[WrittenFile]) -> None:
-    """The manifest, then the name; each on the disk before the next."""
+def _write_manifest(folder: Path, files: Sequence[WrittenFile]) -> None:
     facts = {file.name: {"size_bytes": file.size_bytes, "sha256": file.sha256} for file in files}
-    manifest = partial / _MANIFEST
+    manifest = folder / _MANIFEST
     manifest.write_text(json.dumps({"files": facts, "sha256": _digest(facts)}, indent=2) + "\n")
     fsync(manifest)
-    fsync(partial)
-    partial.rename(target)
-    fsync(target.parent)
 
 
 def _written(file: Path) -> WrittenFile:

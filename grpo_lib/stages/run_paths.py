@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_lib.config import RunConfig
-from grpo_lib.data.files import storage_errors
+from grpo_lib.data.files import scratches_of, storage_errors
 from grpo_lib.storage.locations import is_remote, open_store
 from grpo_lib.storage.mirror import RunMirror
 from grpo_lib.storage.refs import ArtifactStore
@@ -139,7 +139,8 @@ def clear(*paths: Path) -> None:
     """
     for path in paths:
         with storage_errors(path, setting="storage.root"):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            for left in (path, *scratches_of(path)):
+                if left.is_dir():
+                    shutil.rmtree(left)
+                else:
+                    left.unlink(missing_ok=True)

@@ -44,6 +44,7 @@ class ReplicatedState:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], adamw: torch.optim.AdamW | None) -> None:
         self._parameters, self._adamw = parameters, adamw
+        self._order = {name: number for number, name in enumerate(parameters)}
         self.masters: list[torch.Tensor] = list(parameters.values())
 
     def held(self, kind: StateKind, name: str) -> Part:
@@ -59,7 +60,11 @@ class ReplicatedState:
         return Part(start=0, values=values.view(-1))
 
     def own(self, kind: StateKind, name: str) -> Part:
-        return self.held(kind, name).own(dist.get_rank(), dist.get_world_size())
+        """Whole parameters, dealt out to the ranks: a copy of one then copies no other rank's memory."""
+        held = self.held(kind, name)
+        if self._order[name] % dist.get_world_size() == dist.get_rank():
+            return held
+        return Part(start=0, values=torch.empty_like(held.values[:0]))
 
     def publish(self) -> None:
         """The masters are the model's parameters."""

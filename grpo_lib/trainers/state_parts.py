@@ -15,12 +15,6 @@ class Part:
     start: int
     values: torch.Tensor  # [numel]
 
-    def own(self, rank: int, num_ranks: int) -> Part:
-        """The share of a replicated part that this rank speaks for, so that all ranks' shares add up to it once."""
-        size = -(-self.values.numel() // num_ranks)
-        first = min(rank * size, self.values.numel())
-        return Part(start=self.start + first, values=self.values[first : first + size])
-
 
 def load_part(part: Part, read: Callable[[int, int], torch.Tensor]) -> None:
     """Fill a part with `read(start, stop)` of the flattened tensor."""

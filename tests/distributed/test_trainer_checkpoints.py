@@ -10,9 +10,10 @@ import re
 import resource
 import shutil
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from grpo_lib.data.files import sha256_of
 from grpo_lib.errors import DataError, StorageError
 from grpo_lib.trainers.checkpoint_folder import WriteBehind
 from grpo_lib.trainers.whole_model import export_hf
-from grpo_lib.types import TRAINING_STATE, StateKind, WrittenFile
+from grpo_lib.types import TRAINING_STATE, Bucket, StateKind, WrittenFile
 from tests.distributed.gloo_ranks import RankPool
 from tests.distributed.trainer_cases import (
     BACKENDS,
@@ -341,6 +342,39 @@ def test_an_export_loads_in_transformers_and_scores_the_same(
     assert largest_difference(scores, hf_scores(source, torch.float32)) > 1e-5, "the export must be the trained weights"
     for name in ("config.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+
+
+def export_with_a_broken_gather(
+    rank: int, num_ranks: int, case: BackendCase, model: Path, folder: Path
+) -> tuple[str, list[str]]:
+    """The last bucket never arrives; what is on the disk just before is looked at."""
+    trainer = case.build(rank, num_ranks, model)
+    seen: list[str] = []
+
+    class Broken:
+        manifest = staticmethod(trainer.manifest)
+
+        def named_weights(self) -> Iterator[Bucket]:
+            *first, _ = trainer.named_weights()
+            yield from first
+            seen.extend(path.name for path in folder.parent.iterdir())
+            raise ConnectionError("connection closed by peer")
+
+    try:
+        export_hf(cast(Any, Broken()), folder, source=model, dtype="float32")
+    except ConnectionError as error:
+        return str(error), seen
+    return "exported", seen
+
+
+def test_an_export_that_breaks_off_leaves_no_folder(
+    one_rank: RankPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    ((message, seen),) = one_rank.run(export_with_a_broken_gather, OLMO_CORE, tiny_models["olmo2"], tmp_path / "out")
+    assert message == "connection closed by peer"
+    (scratch,) = seen
+    assert scratch.startswith(".out.")
+    assert list(tmp_path.iterdir()) == []
 
 
 @each_bf16_backend

@@ -291,6 +291,12 @@ CASES = [
         ["parity.p999_abs=1e-3", "parity.max_abs=1e-3"],
     ),
     (
+        "kept_steps_have_checkpoints",
+        ["loop.keep_every=75"],
+        ["loop.keep_every (75)", "loop.checkpoint_every (50)"],
+        ["loop.keep_every=100"],
+    ),
+    (
         "store_is_a_folder_or_s3",
         ["storage.store=gs://bucket/runs"],
         ["storage.store (gs://bucket/runs)", "s3://bucket/prefix", "AWS_ENDPOINT_URL_S3"],

@@ -78,7 +78,9 @@ def card(*overrides: str) -> RunConfig:
     )  # fmt: skip
 
 
-ONE_GPU = replace(LARGE, gpus=1, gpu_memory_bytes=80 * GIB, disk_free_bytes=1000 * GIB)
+ONE_GPU = replace(
+    LARGE, gpus=1, gpu_memory_bytes=80 * GIB, memory_available_bytes=64 * GIB, disk_free_bytes=1000 * GIB
+)
 
 
 def test_ranks_and_engines_must_fit_the_card_they_share(tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ def test_ranks_and_engines_must_fit_the_card_they_share(tmp_path: Path) -> None:
 
 def test_a_sleeping_engine_makes_room_for_training_but_not_for_rollouts(tmp_path: Path) -> None:
     awake = ("trainer.pack_length=12288", "trainer.micro_batch_packs=1")
-    machine = replace(ONE_GPU, gpu_memory_bytes=141 * GIB, memory_available_bytes=64 * GIB)
+    machine = replace(ONE_GPU, gpu_memory_bytes=141 * GIB)
     assert "- GPU memory" in shortfalls(card(*awake), tmp_path, facts=QWEN_4B, machine=machine)[0]
     asleep = ("rollout.sleep_while_training=true", *awake)
     assert run_preflight(card(*asleep), QWEN_4B, root=tmp_path, machine=machine)
@@ -120,6 +122,7 @@ def test_memory_and_disk_shortfalls_of_a_large_model_come_together(tmp_path: Pat
     lines = shortfalls(embedded("rollout.kv_cache_mib=1024"), tmp_path, facts=QWEN_4B)
     assert [line.split(":")[0].strip() for line in lines] == ["- memory", "- disk"]
     assert "16.0 GiB available" in lines[0]
+    assert "44.7 GiB copy of the state that checkpoints are written from" in lines[0]
     assert "trainer.pack_length" in lines[0]
     assert "3 checkpoints of 44.7 GiB" in lines[1]
     assert "100.0 GiB free" in lines[1]
