@@ -8,7 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,19 +82,25 @@ class PreflightResult:
 
 
 def run_preflight(
-    config: RunConfig, facts: ModelFacts, *, root: Path, machine: Machine | None = None
+    config: RunConfig,
+    facts: ModelFacts,
+    *,
+    root: Path,
+    machine: Machine | None = None,
+    more: Sequence[PreflightCheck] = (),
 ) -> PreflightResult:
     """Check the run against the machine.
 
     Args:
         root: Where the run will write; it need not exist yet.
         machine: What to check against; this machine when absent.
+        more: Checks of things that only their own layer can look at.
 
     Raises:
         ConfigError: the model does not fit the configuration.
         PreflightError: the machine falls short; the message lists every shortfall.
     """
-    result = check_machine(config, facts, root=root, machine=machine)
+    result = check_machine(config, facts, root=root, machine=machine, more=more)
     short = [f"{check.name}: {check.detail}" for check in result.checks if not check.ok]
     if short:
         raise PreflightError("this machine cannot hold the run:\n" + "\n".join(f"  - {line}" for line in short))
@@ -102,7 +108,12 @@ def run_preflight(
 
 
 def check_machine(
-    config: RunConfig, facts: ModelFacts, *, root: Path, machine: Machine | None = None
+    config: RunConfig,
+    facts: ModelFacts,
+    *,
+    root: Path,
+    machine: Machine | None = None,
+    more: Sequence[PreflightCheck] = (),
 ) -> PreflightResult:
     """All checks, whether they pass or not.
 
@@ -120,6 +131,7 @@ def check_machine(
         *_gpu_memory(config, facts, derived, machine),
         _memory(config, derived, machine),
         _disk(config, derived, machine, root),
+        *more,
         _port(config.weight_sync.port),
         *(_package(package) for package in PACKAGES if package.needed(config)),
     )

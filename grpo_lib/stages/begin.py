@@ -12,6 +12,7 @@ from grpo_lib.data.models import inspect_model, resolve_model_path
 from grpo_lib.preflight import PreflightResult, pool_machine, run_preflight
 from grpo_lib.stages.lineage import lineage
 from grpo_lib.stages.run_paths import RunPaths
+from grpo_lib.stages.store_check import store_check
 from grpo_lib.stages.stored_run import write_run
 
 
@@ -50,7 +51,13 @@ def check(config: RunConfig, *, pool: Mapping[str, Any] | None = None) -> RunSet
     """The setup of a configuration that is already resolved; arguments and errors as for `run`."""
     model = resolve_model_path(config.model.path)
     machine = None if pool is None else pool_machine(pool)
-    preflight = run_preflight(config, inspect_model(model), root=Path(config.storage.root), machine=machine)
+    preflight = run_preflight(
+        config,
+        inspect_model(model),
+        root=Path(config.storage.root),
+        machine=machine,
+        more=[store_check(config)],
+    )
     return RunSetup(config=config, config_hash=config_hash(config), lineage=lineage(config, model), preflight=preflight)
 
 

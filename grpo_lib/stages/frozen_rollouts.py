@@ -24,6 +24,7 @@ from grpo_lib.stages.parity_probe import ScorerMeasurement, can_score
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.scorers import ScoredBySequence
 from grpo_lib.stages.stored_run import StoredRun, open_run, write_evaluation
+from grpo_lib.storage.refs import StoreRef
 from grpo_lib.storage.scores import write_scores
 
 
@@ -129,6 +130,7 @@ def _frozen(run: StoredRun, paths: RunPaths, *, steps: int, started: float) -> F
         engine = ScorerMeasurement(scorer=ENGINE_SCORE, scores=stored.to_dict(), store=run.paths.store)
     elif can_score(run.config):
         engine = parity_probe.measure(run, scorer=ENGINE_SCORE, store=paths.store)
+        paths.mirror().refer("scores-engine", StoreRef.from_dict(engine.scores))
     groups = run.probe_rollouts().groups
     return FrozenRollouts(
         run=str(run.paths.run),

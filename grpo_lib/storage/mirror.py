@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 RUNS = "runs/"
 FORMAT = 1
 _SETTING = "storage.root"
-_REGISTERED, _PUBLISHED = "registered.json", "published/"
+REGISTERED, PUBLISHED, REFERS = "registered.json", "published/", "refers/"  # below runs/<run id>/
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,16 @@ class RunMirror:
         """Tell the store that the run exists: `gc` keeps what a registered run refers to."""
         folder = None if self._store.is_remote else os.path.relpath(self._folder, self._store.location)
         record = {"format": FORMAT, "run_id": self._run_id, "folder": folder}
-        self._store.write_document(self._document(_REGISTERED), json.dumps(record).encode())
+        self._store.write_document(self._document(REGISTERED), json.dumps(record).encode())
+
+    def refer(self, name: str, *refs: StoreRef) -> None:
+        """Say that the run needs artifacts that none of its files mentions, e.g. those in Metaflow's artifacts alone.
+
+        Args:
+            name: What they are; the same name again replaces them.
+        """
+        record = {"format": FORMAT, "run_id": self._run_id, "refs": [ref.to_dict() for ref in refs]}
+        self._store.write_document(self._document(f"{REFERS}{name}.json"), json.dumps(record).encode())
 
     def publish(self, *paths: Path) -> None:
         """Make files and folders of the run available to other machines, each as it is now, one after the other."""
@@ -66,7 +75,7 @@ class RunMirror:
                 for file in _files(path)
             ]
             text = json.dumps({"format": FORMAT, "run_id": self._run_id, "files": files}, indent=1)
-            self._store.write_document(self._document(f"{_PUBLISHED}{self._name(path)}.json"), text.encode())
+            self._store.write_document(self._document(f"{PUBLISHED}{self._name(path)}.json"), text.encode())
 
     def fetch(self, *paths: Path) -> None:
         """Bring what was published to its place in the run's folder. What is there and equal stays, all else goes.
@@ -84,7 +93,7 @@ class RunMirror:
     def withdraw(self, path: Path) -> None:
         """Other machines are no longer to find it; `gc` may free its bytes."""
         if self._store.is_remote:
-            self._store.remove_document(self._document(f"{_PUBLISHED}{self._name(path)}.json"))
+            self._store.remove_document(self._document(f"{PUBLISHED}{self._name(path)}.json"))
 
     def published(self, below: Path | None = None) -> list[Path]:
         """Paths that can be fetched, in order.
@@ -94,7 +103,7 @@ class RunMirror:
         """
         if not self._store.is_remote:
             return []
-        start = self._document(_PUBLISHED)
+        start = self._document(PUBLISHED)
         within = "" if below is None else f"{self._name(below)}/"
         names = (document.name.removeprefix(start) for document in self._store.documents(f"{start}{within}"))
         return [self._folder / name.removesuffix(".json") for name in names]
@@ -106,7 +115,7 @@ class RunMirror:
             StorageError: nothing was.
         """
         name = self._name(path)
-        document = self._document(f"{_PUBLISHED}{name}.json")
+        document = self._document(f"{PUBLISHED}{name}.json")
         data = self._store.read_document(document)
         if data is None:
             raise StorageError(

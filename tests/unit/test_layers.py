@@ -15,7 +15,7 @@ L0 = {"types", "interfaces", "config", "rules", "placement", "recipes", "errors"
 L1 = {"algo", "data", "verifiers"}
 L2 = {"loop", "pipeline", "evaluate", "parity", "derived", "preflight"}
 L3 = {"trainers", "rollout", "weight_sync", "distributed", "ray_runtime", "storage", "tracking", "metaflow_runs"}
-L4 = {"stages", "cli", "cli_lineage", "cli_models", "cli_parity", "cli_run"}
+L4 = {"stages", "cli", "cli_lineage", "cli_models", "cli_parity", "cli_store", "cli_run"}
 ALLOWED_SIBLINGS = {("weight_sync", "distributed")}
 
 HOMES = {

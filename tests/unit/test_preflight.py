@@ -25,6 +25,7 @@ from grpo_lib.preflight import (
     run_preflight,
     visible_gpus,
 )
+from grpo_lib.stages.store_check import store_check
 from tests.unit.test_derived import QWEN_4B, TINY
 
 GIB = 1 << 30
@@ -78,9 +79,7 @@ def card(*overrides: str) -> RunConfig:
     )  # fmt: skip
 
 
-ONE_GPU = replace(
-    LARGE, gpus=1, gpu_memory_bytes=80 * GIB, memory_available_bytes=64 * GIB, disk_free_bytes=1000 * GIB
-)
+ONE_GPU = replace(LARGE, gpus=1, gpu_memory_bytes=80 * GIB, memory_available_bytes=64 * GIB, disk_free_bytes=1000 * GIB)
 
 
 def test_ranks_and_engines_must_fit_the_card_they_share(tmp_path: Path) -> None:
@@ -233,3 +232,18 @@ def test_a_pool_is_checked_in_place_of_this_machine() -> None:
     assert machine.memory_available_bytes == 16_384_000_000
     assert machine.disk_free_bytes == 51_200_000_000
     assert pool_machine({}).gpus == 0
+
+
+def test_a_store_that_cannot_be_reached_is_a_shortfall(s3_variables: None, tmp_path: Path) -> None:
+    config = embedded("storage.store=s3://nobody-made-it/p")
+    with pytest.raises(PreflightError, match=r"store: cannot write s3://nobody-made-it/p/checks/.* create the bucket"):
+        run_preflight(config, TINY, root=tmp_path, machine=LARGE, more=[store_check(config)])
+
+
+def test_stores_that_can_be_written(bucket: str, tmp_path: Path) -> None:
+    assert store_check(embedded(f"storage.store=s3://{bucket}/p")).detail == f"s3://{bucket}/p can be written and read"
+    assert store_check(embedded(f"storage.store={tmp_path / 'not' / 'yet'}")).ok
+    (tmp_path / "file").touch()
+    refused = store_check(embedded(f"storage.store={tmp_path / 'file' / 'store'}"))
+    assert not refused.ok
+    assert f"{tmp_path / 'file'} is not a writable folder; set storage.store" in refused.detail
