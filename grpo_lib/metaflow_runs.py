@@ -47,8 +47,8 @@ def origins_of(flow: str, origin_run_id: str) -> list[str]:
     """
     namespace(None)
     found: list[str] = []
-    origin = f"{flow}/{origin_run_id}"
-    while origin is not None and origin not in found:
+    origin: str | None = f"{flow}/{origin_run_id}"
+    while origin not in (None, f"{flow}/None", *found):  # Metaflow's word for a run that was not resumed
         found.append(origin)
         try:
             origin = Run(origin).origin_pathspec

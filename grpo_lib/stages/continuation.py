@@ -38,8 +38,9 @@ def starting_point(config: RunConfig, paths: RunPaths, current: Attempt) -> Resu
     _refuse_stranger(point, paths, run)
     done, steps = point.state.steps_done, config.loop.steps
     changes = [] if run is None else changed_origin(run, config)
-    current.note("continues", from_step=done, checkpoint=str(point.path), changed=changes)
-    log.info("continues after step %d of %d with policy version %d", done, steps, point.state.policy_version)
+    version = point.state.policy_version
+    current.note("continues", from_step=done, policy_version=version, checkpoint=str(point.path), changed=changes)
+    log.info("continues after step %d of %d with policy version %d", done, steps, version)
     for change in changes[:_SHOWN_CHANGES]:
         log.warning("not as when the run began: %s", change)
     if len(changes) > _SHOWN_CHANGES:
@@ -81,18 +82,12 @@ def changed_origin(run: StoredRun, config: RunConfig) -> list[str]:
 
 def _refuse_stranger(point: ResumePoint, paths: RunPaths, run: StoredRun | None) -> None:
     """A checkpoint belongs to this run or to one that it continues; any other would train somebody else's policy."""
-    own = {paths.run.name}
-    if run is not None:
-        own |= {_name(run.run_id), *(_name(origin) for origin in run.origins)}
+    own = {paths.run_id} if run is None else {paths.run_id, run.run_id, *run.origins}
     if point.state.run_id not in own:
         raise DataError(
-            f"checkpoint {point.path} was written by run {point.state.run_id}, and {paths.run} is run "
-            f"{' or '.join(sorted(own))}: it was put there by hand. Remove it, or continue the run that it belongs to"
+            f"checkpoint {point.path} was written by run {point.state.run_id}, which is neither {paths.run_id} nor a "
+            "run that it continues: it was put there by hand. Remove it, or continue the run that it belongs to"
         )
-
-
-def _name(run_id: str) -> str:
-    return run_id.rpartition("/")[2]
 
 
 def _flattened(values: Mapping[str, Any]) -> dict[str, Any]:

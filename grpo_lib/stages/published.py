@@ -9,6 +9,7 @@ import logging
 from pathlib import Path
 
 from grpo_lib.errors import StorageError
+from grpo_lib.stages.checkpoints import checkpoints_of
 from grpo_lib.stages.run_paths import RunPaths
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,10 @@ def fetch_for_training(paths: RunPaths, *, from_shards: bool) -> None:
     """
     mirror = paths.mirror()
     mirror.fetch(paths.data, *([paths.shards] if from_shards else []))
+    here = checkpoints_of(paths)
     for checkpoint in reversed(mirror.published(paths.checkpoints)):
+        if here and here[-1].name >= checkpoint.name:
+            return  # an attempt on this machine got further than it could publish; so did its rows
         try:
             mirror.fetch(checkpoint, *paths.step_tables)
             return
