@@ -6,11 +6,13 @@ then the first step must agree within rounding, and later ones within the noise 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_lib.config import ParityConfig
 from grpo_lib.parity.finished_run import number
 from grpo_lib.parity.verdicts import check, listed
 from grpo_lib.types import ParityCheck
@@ -140,15 +142,15 @@ def other_ranks_checks(
     first_step: int,
     distance: float,
     noise: float,
-    noise_factor: float,
+    config: ParityConfig,
 ) -> list[ParityCheck]:
     """Continued with another number of ranks.
 
     Args:
         first_step: The first that was computed with the other number.
         distance: Relative L2 distance of the final weights from the straight run's.
-        noise: The same for the trainer against itself, with another micro-batch split from that step on.
-        noise_factor: Largest multiple of it that still counts as noise.
+        noise: The same for the trainer against itself, with another micro-batch split from that step on. Where that
+            gave the same bits, there is nothing to take a multiple of, and one step's rounding is the limit.
     """
     row, reference = (_row(run, first_step) for run in (other, straight))
     deviations = {
@@ -156,7 +158,7 @@ def other_ranks_checks(
         for key, value in reference.items()
         if value is not None or row.get(key) is not None
     }
-    worst = max(deviations, key=lambda key: deviations[key])
+    worst = max(deviations, key=lambda key: (math.isnan(deviations[key]), deviations[key]))
     apart = (Counter(straight.samples) - Counter(other.samples)).total()
     return [
         check(
@@ -168,13 +170,13 @@ def other_ranks_checks(
             evidence=f"{len(deviations)} metrics of step {first_step}; largest deviation: {worst}",
         ),
         check(
-            f"{name}: final weights in noise",
-            distance,
-            noise_factor * noise,
-            # One token that rounding flipped changes what is learned, and no noise means that nothing was split anew.
-            num_observations=0 if apart or not noise else len(other.rows),
+            f"{name}: final weights",
+            # A token that rounding flipped changes what is learned from then on: nothing follows from the distance.
+            math.nan if apart else distance,
+            config.noise_factor * noise or config.replay_relative,
+            num_observations=0 if apart else len(other.rows),
             needed=1,
-            evidence=f"noise of the trainer with itself: {noise:.2g}; samples that differ: {apart:,}",
+            evidence=f"distance {distance:.2g}, of the trainer with itself {noise:.2g}; samples that differ: {apart:,}",
         ),
     ]
 

@@ -50,6 +50,7 @@ class DoomedAttempt:
         with log.open("ab") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         self._family: dict[int, psutil.Process] = {}
+        self.seen: Holder | None = None  # the report on which it was killed
 
     def kill_when(self, is_there: Callable[[Holder], bool], *, part: str | None = None, delay_s: float = 0.0) -> bool:
         """Kill the driver, or the part of that name, when its report says so; False when it ended before.
@@ -105,6 +106,7 @@ class DoomedAttempt:
         except (ProcessLookupError, psutil.NoSuchProcess):
             return False
         self._family |= {process.pid: process for process in family}
+        self.seen = report
         return True
 
 

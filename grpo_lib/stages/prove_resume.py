@@ -221,7 +221,7 @@ def _other_ranks(
         first_step=first_step,
         distance=_weight_distance(ranks.paths, straight.paths),
         noise=_weight_distance(noise.paths, straight.paths),
-        noise_factor=config.parity.noise_factor,
+        config=config.parity,
     )
 
 

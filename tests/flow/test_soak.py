@@ -67,8 +67,8 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Soak:
         done.endings.append((victim, ending))
         if was_killed and victim != "driver":
             done.slowest_end_s = max(done.slowest_end_s, time.monotonic() - killed_at)
-        place = "the end" if ending.last is None else f"step {ending.last.step}, {ending.last.span}"
-        log.info("kill %d of %d: %s in %s, exit code %d", number, KILLS, victim, place, ending.code)
+        place = "after its end" if attempt.seen is None else f"seen in step {attempt.seen.step}, {attempt.seen.span}"
+        log.info("kill %d of %d: %s, %s; exit code %d", number, KILLS, victim, place, ending.code)
         if not was_killed:  # the run came to its end first
             assert ending.code == 0, ending.output
             done.finished.append(paths)
