@@ -139,6 +139,8 @@ class CheckpointWriter:
             log.error("the checkpoint under way is not kept: %s", error)
         finally:
             self._thread.shutdown(wait=True)
+            if self._pending is not None:
+                self._drop(self._pending)
 
     def _advance(self, *, wait: bool, deadline_s: float | None = None) -> None:
         pending = self._pending
@@ -160,9 +162,15 @@ class CheckpointWriter:
         try:
             yield
         except BaseException:
-            self._pending = None
-            shutil.rmtree(pending.partial, ignore_errors=True)  # a full disk needs the room back
+            self._drop(pending)
             raise
+
+    def _drop(self, pending: _Pending) -> None:
+        """Forget a checkpoint and give its room back, which a full disk needs; one that is being completed at this very
+        moment is left alone, for it must not become visible with files missing."""
+        self._pending = None
+        if pending.sealing is None or pending.sealing.done():
+            shutil.rmtree(pending.partial, ignore_errors=True)
 
     def _complete(self, pending: _Pending, files: Sequence[WrittenFile]) -> None:
         """In the writer's thread."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from grpo_lib.errors import DataError, DeadlineExceeded, RankFailure, StorageError
+from grpo_lib.stages import checkpoints
 from grpo_lib.stages.checkpoints import (
     CheckpointState,
     CheckpointWriter,
@@ -20,6 +23,7 @@ from grpo_lib.stages.checkpoints import (
     verified,
 )
 from grpo_lib.stages.run_paths import RunPaths
+from grpo_lib.types import WrittenFile
 from tests.unit.fakes import FakeTrainer, small_config
 
 FULL = Path("/dev/full")
@@ -172,6 +176,31 @@ def test_what_cannot_be_written_leaves_the_earlier_ones_and_nothing_else(
     written.begin(state(4))
     complete(written, 4)
     assert names(paths) == ["step-000002", "step-000004"]
+
+
+def test_an_interrupt_takes_no_file_from_a_checkpoint_that_is_being_completed(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = writer(paths, FakeTrainer([]))
+    go_on = threading.Event()
+    write_manifest = checkpoints._write_manifest
+
+    def late(folder: Path, files: Sequence[WrittenFile]) -> None:
+        go_on.wait()
+        write_manifest(folder, files)
+
+    def interrupted(future: Future[None]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints, "_write_manifest", late)
+    written.begin(state(2))
+    with monkeypatch.context() as patched:
+        patched.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            complete(written, 2)
+    go_on.set()
+    written.close()
+    assert verified(paths.checkpoints / "step-000002").state == state(2)
 
 
 def test_a_failure_behind_the_training_ends_the_next_checkpoint(paths: RunPaths) -> None:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
 from grpo_lib.algo.advantages import assess_group
-from grpo_lib.data import files
 from grpo_lib.errors import RankFailure, StorageError
 from grpo_lib.loop import StepRecord
-from grpo_lib.stages import checkpoints
 from grpo_lib.stages.checkpoints import CheckpointState, checkpoints_of, newest_complete
 from grpo_lib.stages.recorder import DiskRecorder, read_certificates
 from grpo_lib.stages.run_paths import RunPaths
-from grpo_lib.storage import local
 from grpo_lib.tracking import MetricsFile
 from tests.unit.algo_cases import make_group, make_rollout
 from tests.unit.fakes import FakeEngine, FakeSync, FakeTrainer, small_config
@@ -64,9 +63,14 @@ def test_rollouts_then_rows_then_the_checkpoint_reach_the_disk(
 ) -> None:
     """Whoever kills the run at any point finds the rows of every checkpoint, and the rollouts of every row."""
     on_disk: list[str] = []
-    monkeypatch.setattr(files, "fsync", lambda path: on_disk.append(path.name))
-    monkeypatch.setattr(checkpoints, "fsync", lambda path: on_disk.append(path.name))
-    monkeypatch.setattr(local, "fsync", lambda path: on_disk.append("rollouts" if path.is_file() else "folder"))
+    flush = os.fsync
+
+    def noted(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        flush(descriptor)
+        on_disk.append("store" if path.is_relative_to(paths.store) else path.name)
+
+    monkeypatch.setattr(os, "fsync", noted)
     written = recorder(paths, FakeTrainer([]))
     written.certificate(FakeSync([], FakeEngine([])).push(1))
     store_rollouts(written, 1)
@@ -77,10 +81,9 @@ def test_rollouts_then_rows_then_the_checkpoint_reach_the_disk(
     written.step(record(1))
     written.finish()
     assert checkpoints_of(paths)
-    order = [name for name in on_disk if name != "folder" and not name.startswith(".partial")]
+    order = [name for name, _ in groupby(on_disk) if not name.startswith(".partial")]
     assert order == [
-        "rollouts", "metrics.jsonl", "certificates.jsonl", "rollouts.jsonl", "loop.json", "manifest.json",
-        "checkpoints",
+        "store", "metrics.jsonl", "certificates.jsonl", "rollouts.jsonl", "loop.json", "manifest.json", "checkpoints",
     ]  # fmt: skip
 
 
@@ -107,7 +110,7 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(
     written = recorder(paths, FakeTrainer([]))
     written.checkpoint(4, {"position": 0}, 0)
     written.close()  # on the way out of the same step: its row is not there, and never will be
-    assert [path.name for path in checkpoints_of(paths)] == ["step-000002"]
+    assert [path.name for path in paths.checkpoints.iterdir()] == ["step-000002"]
     dead = FakeTrainer([], is_written=False)
     written = recorder(paths, dead)
     written.checkpoint(4, {"position": 0}, 0)
