@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from grpo_lib.data.files import free_bytes, fsync, no_room, sha256_of, storage_errors, whole_file
 from grpo_lib.errors import StorageError
 from grpo_lib.storage.refs import Stored, StoreKind, StoreRef, document_name
+from grpo_lib.storage.tables import write_table
 
 _SETTING = "storage.store"
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 8 << 20
 
 
 class LocalStore:
@@ -46,15 +46,15 @@ class LocalStore:
                 size = os.fstat(source.fileno()).st_size
                 with self._scratch(needed_bytes=size) as scratch:
                     key = _copy_and_hash(source, scratch)
+                    fsync(scratch)
                     return self._admit(scratch, key, StoreKind.FILE)
         except OSError as error:
             raise StorageError(f"{path} cannot be read to be stored: {error.strerror}") from error
 
     def put_table(self, table: pa.Table) -> StoreRef:
-        """Store a table as zstd Parquet; equal tables give equal bytes within one pyarrow version."""
+        """Store a table as Parquet, see `tables.write_table`."""
         with self._scratch(needed_bytes=table.nbytes) as scratch:
-            pq.write_table(table, scratch, compression="zstd")
-            return self._admit(scratch, sha256_of(scratch), StoreKind.TABLE)
+            return self._admit(scratch, write_table(table, scratch), StoreKind.TABLE)
 
     def get(self, ref: StoreRef, *, verified: bool = False) -> Path:
         """The artifact's file, see `refs.ArtifactStore`."""
@@ -155,7 +155,6 @@ class LocalStore:
         target = self._path(key)
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch.chmod(0o444)
-        fsync(scratch)
         os.replace(scratch, target)  # over an equal or a damaged file of that name
         fsync(target.parent)
         return ref

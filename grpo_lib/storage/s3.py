@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from boto3.s3.transfer import TransferConfig
 from botocore.exceptions import ClientError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
@@ -24,6 +23,7 @@ from grpo_lib.storage.cache import ArtifactCache
 from grpo_lib.storage.refs import Stored, StoreKind, StoreRef, document_name
 from grpo_lib.storage.s3_client import ABSENT, GONE, HASTY, code_of, s3_client, s3_errors
 from grpo_lib.storage.s3_upload import MIB, Digests, digests, send_parts, send_whole
+from grpo_lib.storage.tables import write_table
 
 _COPY_LIMIT_BYTES = 5 << 30  # of a copy inside S3 in one request
 _FRESH_S = 900.0  # an artifact that is stored again later than this counts as new: `gc` looks at its age
@@ -66,9 +66,9 @@ class S3Store:
             raise StorageError(f"{path} cannot be read to be stored: {error.strerror}") from error
 
     def put_table(self, table: pa.Table) -> StoreRef:
-        """Store a table as zstd Parquet, which also stays in the cache."""
+        """Store a table as Parquet, see `tables.write_table`; the file also stays in the cache."""
         with self._cache.scratch(table.nbytes) as scratch:
-            pq.write_table(table, scratch, compression="zstd")
+            write_table(table, scratch)
             with scratch.open("rb") as source:
                 ref = self._put(source, StoreKind.TABLE)
             self._cache.admit(scratch, ref.key)
