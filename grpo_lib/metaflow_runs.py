@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from metaflow import Flow, Run, namespace
 from metaflow.exception import MetaflowNotFound
@@ -61,13 +62,24 @@ def _folder_of(run: Run) -> Path:
     try:
         task = run["start"].task
         if task is not None:
-            return Path(task["paths"].data.run)
+            return _present(run, task["paths"].data)
     except (KeyError, MetaflowNotFound):
         pass
     raise DataError(
         f"run {run.pathspec} ended before its start step was done, so it has no folder; "
         f"python flows/grpo_flow.py logs {run.id}/start shows why"
     )
+
+
+def _present(run: Run, paths: Any) -> Path:
+    """The folder of a run's paths, unless another machine had it."""
+    folder = Path(paths.run)
+    if not folder.is_dir() and "://" in str(paths.store):
+        raise DataError(
+            f"the files of run {run.pathspec} are in {paths.store}: bring them here with `grpo store get --store "
+            f"{paths.store} {paths.run_id} FOLDER`, then name FOLDER"
+        )
+    return folder
 
 
 def _latest() -> str:

@@ -175,7 +175,22 @@ def test_it_goes_on_from_the_published_checkpoint_and_ends(
     assert f"step {EVERY}/{STEPS}" not in resumed, "what the checkpoint has is not done again"
     assert (run / "model" / "config.json").is_file()
     assert json.loads((run / "parity.json").read_text())["verdict"] != "FAIL"
+    capsys.readouterr()
+    assert main(["run", "explain", str(run), str(STEPS)]) == 0, capsys.readouterr().out
     assert main(["store", "verify", "--store", STORE]) == 0
+
+
+def test_a_run_named_by_its_id_says_where_its_files_are(cloud: Cloud, killed: Killed) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_lib.cli", "run", "explain", f"GRPOFlow/{killed.run_id}"],
+        cwd=ROOT,
+        env=cloud.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"grpo store get --store {STORE} GRPOFlow/{killed.run_id} FOLDER" in done.stderr
 
 
 def test_nothing_is_garbage_and_nothing_was_left_running(cloud: Cloud, resumed: str, capsys: Any) -> None:
