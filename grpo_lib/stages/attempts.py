@@ -97,6 +97,11 @@ class Attempt:
         """Counts from 1 over the run's life."""
         return self._holder.attempt
 
+    @property
+    def step(self) -> int | None:
+        """Of the loop; None before the first."""
+        return self._holder.step
+
     def at_step(self, step: int) -> None:
         """The loop begins a step."""
         self._report(step=step, span=None)

@@ -54,6 +54,7 @@ def run(
     *,
     run_id: str,
     on_step: Callable[[StepRecord], None] | None = None,
+    on_span: Callable[[int, str], None] | None = None,
     from_shards: bool = True,
     after: Callable[[LiveRun, VerifierPool], None] | None = None,
 ) -> TrainingResult:
@@ -65,6 +66,7 @@ def run(
     Args:
         run_id: Names the wandb run; one that a checkpoint names is continued instead.
         on_step: Told of every finished step.
+        on_span: Told step and name of every span before its work begins.
         from_shards: Start from `shard_model`'s checkpoint; else straight from the model folder.
         after: Called once with the live parts when all steps are done and the export is written. The engines hold the
             last version.
@@ -86,6 +88,11 @@ def run(
             step_starts.append(time.perf_counter())
             current.at_step(step)
 
+        def begin_span(name: str) -> None:
+            current.in_span(name)
+            if on_span is not None and current.step is not None:
+                on_span(current.step, name)
+
         with _parts(config, paths, point, from_shards=from_shards) as (live, pipeline, verifiers):
             current.started(live.processes)
             with _recorder(config, paths, live, _tracker_id(point, run_id), on_step) as recorder:
@@ -96,7 +103,7 @@ def run(
                     pipeline=pipeline,
                     recorder=recorder,
                     state=_loop_state(point),
-                    timer=StepTimer(on_span=current.in_span),
+                    timer=StepTimer(on_span=begin_span),
                     before_step=begin_step,
                 )
                 trained = time.perf_counter()

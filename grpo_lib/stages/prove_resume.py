@@ -6,7 +6,7 @@ import hashlib
 import logging
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,10 +19,10 @@ from grpo_lib.parity.resume_proof import ProvenRun, other_ranks_checks, same_run
 from grpo_lib.parity.verdicts import check, listed
 from grpo_lib.stages import begin
 from grpo_lib.stages.adopt import adopt
-from grpo_lib.stages.attempts import Holder, attempts_of
+from grpo_lib.stages.attempts import attempts_of
 from grpo_lib.stages.begin import RunSetup
 from grpo_lib.stages.checkpoints import newest_complete
-from grpo_lib.stages.doomed_attempt import DoomedAttempt
+from grpo_lib.stages.doomed_attempt import Death, DoomedAttempt
 from grpo_lib.stages.run_diff import computed_metrics
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.stored_run import StoredRun, open_run
@@ -34,10 +34,9 @@ log = logging.getLogger(__name__)
 PHASES: tuple[str, ...] = (
     "wait_for_rollouts", "verify", "pack", "forward_backward", "optim", "weight_sync", "checkpoint", "record",
 )  # fmt: skip
-CHECKPOINT_EVERY = 2
-EPOCH_STEPS = 4  # where prompts are generated: every other checkpoint stands at the end of an epoch
-_AT_CHECKPOINT = ("checkpoint", "record")  # phases in which a checkpoint is begun and made visible
-_TRIES = 3  # to hit a phase of a millisecond from another process
+EPOCH_STEPS = 2  # where prompts are generated: with a checkpoint at every step, every other one ends an epoch
+_MORE_STEPS = 6  # than the kills need, if each is met at once
+_TRIES = 3  # a phase may be over, this time, before the moment that was drawn
 _FLOW = "ResumeProof"
 _ATTEMPT_S = 1800.0
 _LEFTOVERS_S = 60.0
@@ -65,8 +64,8 @@ class _Subject:
     def log(self) -> Path:
         return self.paths.run.with_suffix(".log")
 
-    def attempt(self, overrides: Sequence[str] = ()) -> DoomedAttempt:
-        self.attempts.append(DoomedAttempt(self.paths, log=self.log, overrides=overrides))
+    def attempt(self, overrides: Sequence[str] = (), death: Death | None = None) -> DoomedAttempt:
+        self.attempts.append(DoomedAttempt(self.paths, log=self.log, overrides=overrides, death=death))
         return self.attempts[-1]
 
     @property
@@ -95,7 +94,7 @@ def run(config: RunConfig, *, folder: Path, phases: Sequence[str] = PHASES, othe
     rng = random.Random(f"{config.seed} {name}")
     forks: list[_Subject] = []
     for number, phase in enumerate(phases):
-        _kill_in(killed, phase, spans_s[phase], rng)
+        _kill_in(killed, phase, steps_ahead(number), span_s=spans_s[phase], rng=rng)
         if other_ranks and number == len(phases) // 2:
             forks = [_fork(killed, f"{name}-{kind}", setup) for kind in ("ranks", "noise")]
     _finish(killed)
@@ -115,8 +114,8 @@ def proof_config(config: RunConfig, *, num_kills: int, root: Path) -> RunConfig:
     overrides = [
         f"storage.root={root}",
         "storage.store=null",
-        f"loop.steps={CHECKPOINT_EVERY * (num_kills + 2) + 2}",
-        f"loop.checkpoint_every={CHECKPOINT_EVERY}",
+        f"loop.steps={3 * num_kills + _MORE_STEPS}",
+        "loop.checkpoint_every=1",
     ]
     if config.data.source == "addition":
         overrides.append(f"data.num_train={EPOCH_STEPS * config.loop.prompts_per_step}")
@@ -155,42 +154,29 @@ def _finish(subject: _Subject, overrides: Sequence[str] = ()) -> None:
     log.info("%s: all steps are done", subject.paths.run.name)
 
 
-def _kill_in(subject: _Subject, phase: str, span_s: float, rng: random.Random) -> None:
-    """Attempts that are killed, until one was in the phase that was meant."""
+def steps_ahead(number: int) -> int:
+    """After how many steps of its own an attempt dies.
+
+    A checkpoint is written behind the two steps that follow it, so the third step of an attempt finds that of the
+    first. One step more for every other kill brings it to both ends and middles of epochs.
+    """
+    return 3 + number % 2
+
+
+def _kill_in(subject: _Subject, phase: str, ahead: int, *, span_s: float, rng: random.Random) -> None:
+    """Attempts that die, until one died in the phase that was meant."""
     for _ in range(_TRIES):
-        before = subject.resume_step
-        step = before + CHECKPOINT_EVERY + (phase not in _AT_CHECKPOINT)
-        attempt = subject.attempt()
-        was_killed = attempt.kill_when(_reaches(step, phase), delay_s=rng.random() * span_s)
-        ending = attempt.wait(deadline_s=_ATTEMPT_S)
-        if not was_killed:
+        step = subject.resume_step + ahead
+        visit = 2 if phase == "checkpoint" else 1  # the first one in a step stores its rollouts
+        death = Death(step=step, span=phase, visit=visit, delay_s=rng.random() * span_s)
+        ending = subject.attempt(death=death).wait(deadline_s=_ATTEMPT_S)
+        if ending.last is None:
             raise RankFailure(f"an attempt at {subject.paths.run} ended before it was killed:\n{ending.output}")
-        last = ending.last
-        hit = f"step {last.step}, {last.span}" if last is not None else "unknown"
+        hit = f"step {ending.last.step}, {ending.last.span}"
         subject.kills.append(Kill(phase=phase, step=step, hit=hit, resumed_from=subject.resume_step))
-        log.info(
-            "%s: killed in %s (%s was meant), to be continued after step %d",
-            subject.paths.run.name, hit, phase, subject.resume_step,
-        )  # fmt: skip
+        log.info("%s: killed in %s, to be continued after step %d", subject.paths.run.name, hit, subject.resume_step)
         if hit == f"step {step}, {phase}":
             return
-
-
-def _reaches(step: int, phase: str) -> Callable[[Holder], bool]:
-    """At the phase of the step, or past it where it was too short to be seen."""
-    seen: list[str] = []
-
-    def is_there(report: Holder) -> bool:
-        if report.step is None or report.step < step:
-            return False
-        if report.step > step:
-            return True
-        if report.span is not None and report.span not in seen[-1:]:
-            seen.append(report.span)
-        # Storing rollouts counts as `checkpoint` too, early in the step; meant is the one at its end.
-        return seen[-1:] == [phase] and (phase != "checkpoint" or "optim" in seen or "weight_sync" in seen)
-
-    return is_there
 
 
 def _fork(subject: _Subject, name: str, setup: RunSetup) -> _Subject:

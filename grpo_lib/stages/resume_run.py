@@ -9,7 +9,6 @@ from typing import Any
 
 from grpo_lib.config import RunConfig, config_hash, flat, with_overrides
 from grpo_lib.errors import ConfigError
-from grpo_lib.loop import StepRecord
 from grpo_lib.parity.finished_run import is_free
 from grpo_lib.stages import begin, evaluate, fit, parity_report, prepare_data
 from grpo_lib.stages.attempts import attempt
@@ -42,13 +41,14 @@ def run(
     *,
     overrides: Sequence[str] = (),
     until: Stage = Stage.PARITY_REPORT,
-    on_step: Callable[[StepRecord], None] | None = None,
+    on_span: Callable[[int, str], None] | None = None,
 ) -> ResumedRun:
     """Continue in place. What is missing before `fit` is made first; where there is no checkpoint, training begins.
 
     Args:
         overrides: ``key.path=value`` of settings that a run may change on its way; they are its own from now on.
         until: The last stage that is run.
+        on_span: Told step and name of every span of the loop before its work begins.
 
     Raises:
         RunBusy: another process is at work on the run.
@@ -73,7 +73,7 @@ def run(
             config,
             paths,
             run_id=paths.run.name,
-            on_step=on_step,
+            on_span=on_span,
             from_shards=(paths.shards / "trainer.json").is_file(),
         )
         if until is Stage.FIT:

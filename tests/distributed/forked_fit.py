@@ -10,7 +10,6 @@ import hashlib
 import multiprocessing as mp
 import os
 import pickle
-import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,21 +25,11 @@ from transformers import AutoModelForCausalLM
 from grpo_lib.config import RunConfig
 from grpo_lib.ray_runtime.trainer_group import RayTrainerGroup
 from grpo_lib.stages import fit
+from grpo_lib.stages.doomed_attempt import Death, Doom
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.trainer_rank import TrainerRankFactory
-from grpo_lib.timing import StepTimer
 from grpo_lib.types import StateKind, SyncCertificate
 from tests.parity.embedded_run import HfEngine
-
-
-@dataclass(frozen=True, kw_only=True)
-class Death:
-    """Where the process ends, without a chance to do anything about it."""
-
-    step: int  # after where the attempt starts: 1 is its first
-    span: str
-    visit: int = 1  # of the span in that step
-    delay_s: float = 0.0
 
 
 class OneRank:
@@ -114,40 +103,13 @@ def local_run(config: RunConfig, *, model_path: Path, checkpoint: Path | None, *
     rank.close()
 
 
-class DoomedTimer(StepTimer):
-    """Ends the process inside a span: by a signal from the kernel's timer that nothing here handles."""
-
-    death: Death
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._step, self._visits = 0, 0
-
-    def finish_step(self) -> dict[str, float]:
-        self._step, self._visits = self._step + 1, 0
-        return super().finish_step()
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        with super().span(name):
-            # `record` comes after its step was finished.
-            if self._step == self.death.step + (name == "record") and name == self.death.span:
-                self._visits += 1
-                if self._visits == self.death.visit:
-                    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                    signal.setitimer(signal.ITIMER_REAL, max(self.death.delay_s, 1e-6))
-            yield
-
-
 def attempt(config: RunConfig, paths: RunPaths, death: Death | None = None) -> None:
     """Body of the process."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     fit.live_run = local_run  # type: ignore[assignment]
-    if death is not None:
-        DoomedTimer.death = death
-        fit.StepTimer = DoomedTimer  # type: ignore[misc]
-    fit.run(config, paths, run_id=paths.run.name, from_shards=False)
+    on_span = None if death is None else Doom(death)
+    fit.run(config, paths, run_id=paths.run.name, on_span=on_span, from_shards=False)
 
 
 class ForkedFits:

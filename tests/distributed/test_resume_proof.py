@@ -17,11 +17,12 @@ from grpo_lib.parity.resume_proof import ProvenRun, same_run_checks
 from grpo_lib.stages import begin, prepare_data, run_diff
 from grpo_lib.stages.attempts import attempts_of, holder_of
 from grpo_lib.stages.checkpoints import newest_complete
-from grpo_lib.stages.prove_resume import CHECKPOINT_EVERY, EPOCH_STEPS, PHASES, proof_config, proven_run
+from grpo_lib.stages.doomed_attempt import Death
+from grpo_lib.stages.prove_resume import EPOCH_STEPS, PHASES, proof_config, proven_run, steps_ahead
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.stored_run import open_run
 from grpo_lib.types import ParityVerdict
-from tests.distributed.forked_fit import Death, ForkedFits
+from tests.distributed.forked_fit import ForkedFits
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -39,7 +40,6 @@ class Proof:
     killed: RunPaths
     codes: list[int | None] = field(default_factory=list)  # of the attempts that were killed
     places: list[tuple[int | None, str | None]] = field(default_factory=list)  # that they last reported
-    resumed_from: list[int] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +57,11 @@ def proof(request: pytest.FixtureRequest, fits: ForkedFits, tmp_path_factory: py
         prepare_data.run(config, paths)
     assert fits.run(config, made.straight) == 0
     rng = random.Random(7)
-    for phase in PHASES:
-        at_checkpoint = phase in ("checkpoint", "record")
+    for number, phase in enumerate(PHASES):
+        point = newest_complete(made.killed)
+        begins_after = 0 if point is None else point.state.steps_done
         death = Death(
-            step=CHECKPOINT_EVERY + (not at_checkpoint),
+            step=begins_after + steps_ahead(number),
             span=phase,
             visit=2 if phase == "checkpoint" else 1,  # the first one stores rollouts
             delay_s=rng.random() * 0.002,
@@ -68,8 +69,6 @@ def proof(request: pytest.FixtureRequest, fits: ForkedFits, tmp_path_factory: py
         made.codes.append(fits.run(config, made.killed, death))
         last = holder_of(made.killed)
         made.places.append((None, None) if last is None else (last.step, last.span))
-        point = newest_complete(made.killed)
-        made.resumed_from.append(0 if point is None else point.state.steps_done)
     assert fits.run(config, made.killed) == 0
     return made
 
@@ -95,8 +94,9 @@ def test_nothing_differs_from_the_run_that_was_not_killed(proof: Proof, runs: tu
 
 def test_it_was_continued_inside_epochs_and_at_their_ends(proof: Proof) -> None:
     resumed = [line["from_step"] for line in attempts_of(proof.killed) if line["event"] == "continues"]
-    assert {step % EPOCH_STEPS for step in resumed} == {0, CHECKPOINT_EVERY}
-    assert resumed == sorted(resumed)
+    assert len(resumed) == len(PHASES), "each attempt found a checkpoint of the one before"
+    assert {step % EPOCH_STEPS for step in resumed} == {0, 1}
+    assert resumed == sorted(set(resumed))
     assert resumed[-1] < proof.config.loop.steps
 
 
