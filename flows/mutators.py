@@ -34,7 +34,8 @@ def users_mistakes(step_name, flow, inputs):
 
 @user_step_decorator
 def in_own_folder(step_name, flow, inputs):
-    """Gives a run that `resume` made, and that has its origin's paths, a folder of its own, with what the step reads."""
+    """Gives a run that `resume` made, and that has the paths of its origin, a folder of its own with what it reads."""
+    assert current.flow_name is not None, "a step runs in a flow"
     run_id = f"{current.flow_name}/{current.run_id}"
     if current.origin_run_id is not None and flow.paths.run_id != run_id:
         from grpo_lib.metaflow_runs import origins_of

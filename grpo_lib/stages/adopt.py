@@ -65,7 +65,13 @@ def adopt(
     return own
 
 
-_AFTER_SHARDS = ("fit", "evaluate", "parity_report", "end")  # they read a checkpoint of training, if there is one
+_AFTER_SHARDS = (
+    "fit",
+    "rollouts",
+    "evaluate",
+    "parity_report",
+    "end",
+)  # they read a checkpoint of training, if there is one
 
 
 def _read_by(step: str, source: RunPaths) -> list[Path]:
@@ -77,6 +83,7 @@ def _read_by(step: str, source: RunPaths) -> list[Path]:
         "shard_model": [source.data],
         "sync_weights": [source.data, source.shards],
         "fit": [source.shards, *trained],
+        "rollouts": trained,  # of `ParityFlow`: a `fit` that needs no shards
         "evaluate": finished,
         "parity_report": [*finished, source.evaluation],
         "end": [*finished, source.evaluation, source.parity],

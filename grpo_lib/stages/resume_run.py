@@ -8,9 +8,12 @@ from enum import StrEnum
 from typing import Any
 
 from grpo_lib.config import RunConfig, config_hash, flat, with_overrides
+from grpo_lib.data.models import inspect_model, resolve_model_path
+from grpo_lib.data.store import MANIFEST
 from grpo_lib.errors import ConfigError
 from grpo_lib.parity.finished_run import is_free
-from grpo_lib.stages import begin, evaluate, fit, parity_report, prepare_data
+from grpo_lib.preflight import run_preflight
+from grpo_lib.stages import evaluate, fit, parity_report, prepare_data
 from grpo_lib.stages.attempts import attempt
 from grpo_lib.stages.fit import TrainingResult
 from grpo_lib.stages.stored_run import StoredRun, write_run
@@ -57,7 +60,7 @@ def run(
     """
     config, paths = changed_config(stored, overrides), stored.paths
     with attempt(paths, stage="resume") as current:
-        begin.check(config)
+        run_preflight(config, inspect_model(resolve_model_path(config.model.path)), root=paths.run)
         if config != stored.config:
             current.note("changes", config_hash=config_hash(config), overrides=list(overrides))
             write_run(
@@ -68,13 +71,15 @@ def run(
                 lineage=stored.lineage,
                 origins=stored.origins,
             )
-        prepare_data.run(config, paths)
+        published = paths.mirror().published()
+        if not (paths.data / MANIFEST).is_file() and paths.data not in published:
+            prepare_data.run(config, paths)
         training = fit.run(
             config,
             paths,
             run_id=paths.run.name,
             on_span=on_span,
-            from_shards=(paths.shards / "trainer.json").is_file(),
+            from_shards=paths.shards.is_dir() or paths.shards in published,
         )
         if until is Stage.FIT:
             return ResumedRun(training=training, evaluation=None, parity=None)
