@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -47,10 +49,22 @@ def fits() -> ForkedFits:
     return ForkedFits()
 
 
-@pytest.fixture(scope="module", params=TRAINERS)
-def proof(request: pytest.FixtureRequest, fits: ForkedFits, tmp_path_factory: pytest.TempPathFactory) -> Proof:
-    root = tmp_path_factory.mktemp("proof")
-    config = proof_config(resolve("embedded_addition", _SMALL, trainer=request.param), num_kills=len(PHASES), root=root)
+@pytest.fixture(scope="module")
+def proofs(fits: ForkedFits, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Proof]:
+    """By trainer, side by side: an attempt keeps one core busy."""
+    roots = {trainer: tmp_path_factory.mktemp(trainer) for trainer in TRAINERS}
+    with ThreadPoolExecutor(len(TRAINERS)) as threads:
+        made = {trainer: threads.submit(prove, fits, trainer, root) for trainer, root in roots.items()}
+        return {trainer: proof.result() for trainer, proof in made.items()}
+
+
+@pytest.fixture(params=TRAINERS)
+def proof(request: pytest.FixtureRequest, proofs: dict[str, Proof]) -> Proof:
+    return proofs[request.param]
+
+
+def prove(fits: ForkedFits, trainer: str, root: Path) -> Proof:
+    config = proof_config(resolve("embedded_addition", _SMALL, trainer=trainer), num_kills=len(PHASES), root=root)
     setup = begin.check(config)
     made = Proof(config=config, straight=begin.record(setup, "Proof/1"), killed=begin.record(setup, "Proof/2"))
     for paths in (made.straight, made.killed):
@@ -73,7 +87,7 @@ def proof(request: pytest.FixtureRequest, fits: ForkedFits, tmp_path_factory: py
     return made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def runs(proof: Proof) -> tuple[ProvenRun, ProvenRun]:
     return proven_run(proof.straight), proven_run(proof.killed)
 
