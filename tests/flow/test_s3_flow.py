@@ -27,7 +27,7 @@ from grpo_lib.storage.refs import ArtifactStore
 from tests.flow.conftest import ROOT, environment
 from tests.s3_service import aws_environment, s3_service
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1300), pytest.mark.slow]
 
 STEPS, EVERY = 6, 2
 STORE = "s3://bucket/artifacts"
@@ -132,7 +132,7 @@ def killed(cloud: Cloud, store: ArtifactStore) -> Killed:
     overrides = [f"storage.root={cloud.machine}", f"storage.store={STORE}", *SMALL]
     output = cloud.folder / "run.txt"
     process = cloud.started(output, "run", *(part for one in overrides for part in ("--set", one)))
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 600
     while True:
         assert process.poll() is None, output.read_text()[-4000:]
         assert time.monotonic() < deadline, output.read_text()[-4000:]
@@ -150,7 +150,7 @@ def resumed(cloud: Cloud, killed: Killed) -> str:
     """Output of the resumed run."""
     output = cloud.folder / "resume.txt"
     process = cloud.started(output, "resume", "fit", "--origin-run-id", killed.run_id)
-    assert process.wait(timeout=400) == 0, output.read_text()[-6000:]
+    assert process.wait(timeout=600) == 0, output.read_text()[-6000:]
     return output.read_text()
 
 
