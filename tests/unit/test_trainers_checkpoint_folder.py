@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from pathlib import Path
 
@@ -70,7 +69,6 @@ def test_a_failure_is_told_and_the_next_file_is_written() -> None:
     writer.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux only")
 def test_training_comes_first() -> None:
     writer, snapshot = WriteBehind(), Noted()
     snapshot.go_on.set()
