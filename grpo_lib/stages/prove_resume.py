@@ -35,7 +35,7 @@ PHASES: tuple[str, ...] = (
     "wait_for_rollouts", "verify", "pack", "forward_backward", "optim", "weight_sync", "checkpoint", "record",
 )  # fmt: skip
 EPOCH_STEPS = 2  # where prompts are generated: with a checkpoint at every step, every other one ends an epoch
-_MORE_STEPS = 6  # than the kills need, if each is met at once
+_MORE_STEPS = 12  # than the kills need, if each meets its phase at once
 _TRIES = 3  # a phase may be over, this time, before the moment that was drawn
 _FLOW = "ResumeProof"
 _ATTEMPT_S = 1800.0
@@ -165,10 +165,10 @@ def steps_ahead(number: int) -> int:
 
 def _kill_in(subject: _Subject, phase: str, ahead: int, *, span_s: float, rng: random.Random) -> None:
     """Attempts that die, until one died in the phase that was meant."""
-    for _ in range(_TRIES):
+    for number in range(_TRIES):
         step = subject.resume_step + ahead
         visit = 2 if phase == "checkpoint" else 1  # the first one in a step stores its rollouts
-        death = Death(step=step, span=phase, visit=visit, delay_s=rng.random() * span_s)
+        death = Death(step=step, span=phase, visit=visit, delay_s=rng.random() * span_s / 10**number)
         ending = subject.attempt(death=death).wait(deadline_s=_ATTEMPT_S)
         if ending.last is None:
             raise RankFailure(f"an attempt at {subject.paths.run} ended before it was killed:\n{ending.output}")
