@@ -60,6 +60,7 @@ PACKAGES = (
     Package(names=(("scipy", ">=1.15"),)),
     Package(names=(("psutil", ">=6"),)),
     Package(names=(("wandb", ">=0.20"),), needed=lambda config: config.tracking.wandb),
+    Package(names=(("boto3", ">=1.40"),), needed=lambda config: (config.storage.store or "").startswith("s3://")),
 )
 
 

@@ -47,8 +47,12 @@ def run(
     return check(resolve(recipe, overrides, trainer=trainer, seed=seed), pool=pool)
 
 
-def check(config: RunConfig, *, pool: Mapping[str, Any] | None = None) -> RunSetup:
-    """The setup of a configuration that is already resolved; arguments and errors as for `run`."""
+def check(config: RunConfig, *, pool: Mapping[str, Any] | None = None, steps_use_store: bool = True) -> RunSetup:
+    """The setup of a configuration that is already resolved; arguments and errors as for `run`.
+
+    Args:
+        steps_use_store: A remote store takes the place of a shared disk between the flow's steps.
+    """
     model = resolve_model_path(config.model.path)
     machine = None if pool is None else pool_machine(pool)
     preflight = run_preflight(
@@ -56,7 +60,7 @@ def check(config: RunConfig, *, pool: Mapping[str, Any] | None = None) -> RunSet
         inspect_model(model),
         root=Path(config.storage.root),
         machine=machine,
-        more=[store_check(config)],
+        more=[store_check(config, pool=pool, by_store=steps_use_store)],
     )
     return RunSetup(config=config, config_hash=config_hash(config), lineage=lineage(config, model), preflight=preflight)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from grpo_lib.config import RunConfig
 from grpo_lib.errors import StorageError
@@ -12,9 +14,22 @@ from grpo_lib.stages.run_paths import store_location
 from grpo_lib.storage.locations import is_remote, open_store
 
 
-def store_check(config: RunConfig) -> PreflightCheck:
-    """A service is tried: something small is written, read and removed."""
+def store_check(config: RunConfig, *, pool: Mapping[str, Any] | None = None, by_store: bool = True) -> PreflightCheck:
+    """A service is tried: something small is written, read and removed.
+
+    Args:
+        pool: The profile's pool, if steps run on machines of their own.
+        by_store: A remote store takes the place of a disk that these machines share.
+    """
     location = store_location(config)
+    handed_on = by_store and is_remote(location)
+    if pool is not None and not handed_on and not pool.get("persistent_volume_claims"):
+        instead = "set storage.store=s3://bucket/prefix, or " if by_store else ""
+        detail = (
+            f"steps run on machines of their own, and storage.root ({config.storage.root}) would be another folder on "
+            f"each: {instead}mount one for all by persistent_volume_claims in the profile's pools"
+        )
+        return PreflightCheck(name="store", ok=False, detail=detail)
     if not is_remote(location):
         folder = next(path for path in (Path(location), *Path(location).parents) if path.exists())
         if folder.is_dir() and os.access(folder, os.W_OK):

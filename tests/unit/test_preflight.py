@@ -247,3 +247,13 @@ def test_stores_that_can_be_written(bucket: str, tmp_path: Path) -> None:
     refused = store_check(embedded(f"storage.store={tmp_path / 'file' / 'store'}"))
     assert not refused.ok
     assert f"{tmp_path / 'file'} is not a writable folder; set storage.store" in refused.detail
+
+
+def test_steps_on_machines_of_their_own_need_a_way_to_hand_files_on(bucket: str) -> None:
+    remote = embedded(f"storage.store=s3://{bucket}/p")
+    refused = store_check(embedded(), pool={"cpu": 4})
+    assert not refused.ok
+    assert "storage.root (runs) would be another folder on each: set storage.store=s3://" in refused.detail
+    assert not store_check(remote, pool={"cpu": 4}, by_store=False).ok
+    assert store_check(remote, pool={"cpu": 4}).ok
+    assert store_check(embedded(), pool={"cpu": 4, "persistent_volume_claims": {"runs": "/runs"}}).ok
