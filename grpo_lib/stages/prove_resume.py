@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +88,7 @@ def run(config: RunConfig, *, folder: Path, phases: Sequence[str] = PHASES, othe
     setup, name = begin.check(config), config.trainer.backend
     straight = _Subject(paths=begin.record(setup, f"{_FLOW}/{name}-straight"))
     _finish(straight)
-    spans_s = _median_spans(open_run(str(straight.paths.run)), phases)
+    spans_s = _shortest_spans(open_run(str(straight.paths.run)), phases)
     killed = _Subject(paths=begin.record(setup, f"{_FLOW}/{name}-killed"))
     rng = random.Random(f"{config.seed} {name}")
     forks: list[_Subject] = []
@@ -220,9 +219,10 @@ def _weight_distance(a: RunPaths, b: RunPaths) -> float:
         return state_distance(list(of_b.keys()), of_a.get_tensor, of_b.get_tensor).whole.relative
 
 
-def _median_spans(stored: StoredRun, phases: Sequence[str]) -> dict[str, float]:
+def _shortest_spans(stored: StoredRun, phases: Sequence[str]) -> dict[str, float]:
+    """Seconds that a phase takes at least: a moment drawn from them is inside of it."""
     rows = stored.metrics()
-    return {phase: statistics.median(row[f"time/{phase}_s"] for row in rows) for phase in phases}
+    return {phase: min(row[f"time/{phase}_s"] for row in rows) for phase in phases}
 
 
 def _restored_versions(paths: RunPaths) -> list[int]:
