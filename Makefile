@@ -13,11 +13,12 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup run parity check test lock clean help
+.PHONY: setup run parity check test soak lock clean help
 
 help:
 	@sed -n '1,3s/^# *//p' Makefile
 	@echo "  make parity the nightly gate: both trainers on the same rollouts, one verdict"
+	@echo "  make soak   SOAK_KILLS (200) random kills of a small run, each followed by a resume"
 	@echo "  make check  ruff, format, pyright and the layer tests"
 	@echo "  make lock   resolve requirements/cpu.in into requirements/cpu.lock"
 	@echo "  make clean  remove the environment and everything runs wrote"
@@ -56,6 +57,10 @@ check: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# Each kill costs the start of ranks and an engine, some 20 seconds.
+soak: setup
+	SOAK_KILLS=$${SOAK_KILLS:-200} $(BIN)/python -m pytest -x -o log_cli=true -o log_cli_level=INFO tests/flow/test_soak.py $(ARGS)
 
 lock: setup
 	$(BIN)/uv pip compile -q --python-version 3.11 --no-header --no-annotate --overrides requirements/overrides.txt requirements/cpu.in -o requirements/cpu.lock

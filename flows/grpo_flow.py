@@ -16,7 +16,7 @@ os.environ.setdefault("METAFLOW_USER", user if (user := getpass.getuser()) != "r
 
 from cards import LiveCard, report_card
 from metaflow import Config, FlowSpec, Parameter, card, current, project, step
-from mutators import pool, remote_pool, scheduled, users_mistakes
+from mutators import in_own_folder, pool, remote_pool, scheduled, users_mistakes
 
 logging.basicConfig(format="%(message)s")
 logging.getLogger("grpo_lib").setLevel(logging.INFO)
@@ -55,6 +55,7 @@ class GRPOFlow(FlowSpec):
         self.next(self.prepare_data)
 
     @users_mistakes
+    @in_own_folder
     @pool("cpu")
     @step
     def prepare_data(self):
@@ -65,6 +66,7 @@ class GRPOFlow(FlowSpec):
         self.next(self.shard_model)
 
     @users_mistakes
+    @in_own_folder
     @pool("gpu")
     @step
     def shard_model(self):
@@ -75,6 +77,7 @@ class GRPOFlow(FlowSpec):
         self.next(self.sync_weights)
 
     @users_mistakes
+    @in_own_folder
     @pool("gpu")
     @step
     def sync_weights(self):
@@ -85,6 +88,7 @@ class GRPOFlow(FlowSpec):
         self.next(self.fit)
 
     @users_mistakes
+    @in_own_folder
     @pool("gpu")
     @card(type="blank", id="live", refresh_interval=1)
     @step
@@ -102,6 +106,7 @@ class GRPOFlow(FlowSpec):
         self.next(self.evaluate)
 
     @users_mistakes
+    @in_own_folder
     @pool("gpu")
     @step
     def evaluate(self):
@@ -113,6 +118,7 @@ class GRPOFlow(FlowSpec):
         self.next(self.parity_report)
 
     @users_mistakes
+    @in_own_folder
     @pool("gpu")
     @card(type="blank", id="report")
     @step

@@ -1,6 +1,6 @@
-"""Where steps run and how many at a time, and how a user's mistake is shown."""
+"""Where steps run, in which folder and how many at a time, and how a user's mistake is shown."""
 
-# pyright: reportPrivateImportUsage=false
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 # (metaflow declares no exports)
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from metaflow import FlowMutator, StepMutator, user_step_decorator
+from metaflow import FlowMutator, StepMutator, current, user_step_decorator
 from metaflow.exception import MetaflowException
 
 from grpo_lib.errors import GrpoError
@@ -30,6 +30,27 @@ def users_mistakes(step_name, flow, inputs):
         yield
     except GrpoError as error:
         raise StepFailed(error) from error
+
+
+@user_step_decorator
+def in_own_folder(step_name, flow, inputs):
+    """Gives a run that `resume` made, and that has the paths of its origin, a folder of its own with what it reads."""
+    assert current.flow_name is not None, "a step runs in a flow"
+    run_id = f"{current.flow_name}/{current.run_id}"
+    if current.origin_run_id is not None and flow.paths.run_id != run_id:
+        from grpo_lib.metaflow_runs import origins_of
+        from grpo_lib.stages.adopt import adopt
+
+        flow.paths = adopt(
+            flow.paths,
+            run_id=run_id,
+            origins=origins_of(current.flow_name, current.origin_run_id),
+            step=step_name,
+            config=flow.config,
+            config_hash=flow.config_hash,
+            lineage=flow.lineage,
+        )
+    yield
 
 
 def remote_pool(profile: Mapping[str, Any], name: str) -> dict[str, Any] | None:

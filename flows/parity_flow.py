@@ -21,7 +21,7 @@ os.environ.setdefault("METAFLOW_USER", user if (user := getpass.getuser()) != "r
 from cards import LiveCard
 from cards_parity import comparison_card, gate_card
 from metaflow import Config, FlowSpec, Parameter, card, current, project, step
-from mutators import limited, listed, pool, remote_pool, scheduled, users_mistakes
+from mutators import in_own_folder, limited, listed, pool, remote_pool, scheduled, users_mistakes
 
 logging.basicConfig(format="%(message)s")
 logging.getLogger("grpo_lib").setLevel(logging.INFO)
@@ -62,11 +62,13 @@ class ParityFlow(FlowSpec):
             pool=remote_pool(self.profile, "gpu"),
         )
         self.config, self.lineage, self.backends = self.setup.run.config, self.setup.run.lineage, self.setup.trainers
+        self.config_hash = self.setup.run.config_hash
         self.paths = begin.record(self.setup.run, f"{current.flow_name}/{current.run_id}")
         current.run.add_tags(self.tags())
         self.next(self.rollouts)
 
     @users_mistakes
+    @in_own_folder
     @pool("gpu")
     @card(type="blank", id="live", refresh_interval=1)
     @step

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from grpo_lib import cli_models, cli_parity
+from grpo_lib import cli_models, cli_parity, cli_run, cli_store
 from grpo_lib.config import RunConfig, config_hash, flat, resolve, settings
 from grpo_lib.data.models import inspect_model, resolve_model_path
 from grpo_lib.derived import Derived, derive, gib, model_problems
@@ -63,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     add("config-docs", _config_docs, "Print docs/configuration.md, generated from the settings' descriptions.")
     cli_models.register(commands)
     cli_parity.register(commands)
+    cli_run.register(commands)
+    cli_store.register(commands)
     return parser
 
 
@@ -168,10 +170,11 @@ def _parts(memory: Any) -> str:
 
 def _preflight(options: argparse.Namespace) -> int:
     from grpo_lib.preflight import check_machine  # `validate` does without its imports, a third of the time
+    from grpo_lib.stages.store_check import store_check
 
     config = _resolved(options)
     facts = inspect_model(resolve_model_path(config.model.path))
-    result = check_machine(config, facts, root=Path(config.storage.root))
+    result = check_machine(config, facts, root=Path(config.storage.root), more=[store_check(config)])
     width = max(len(check.name) for check in result.checks)
     for check in result.checks:
         print(f"{'ok   ' if check.ok else 'SHORT'}  {check.name:<{width}}  {check.detail}")

@@ -218,6 +218,7 @@ class LoopConfig(_Section):
         default=50, ge=1, description="Steps between checkpoints; the last step always has one."
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints kept.")
+    keep_every: int = Field(default=0, ge=0, description="Also kept: checkpoints of steps divisible by this; 0 = none.")
 
 
 class WeightSyncConfig(_Section):
@@ -304,7 +305,12 @@ class RuntimeConfig(_Section):
 class StorageConfig(_Section):
     """Where big artifacts go."""
 
-    root: str = Field(default="runs", description="Folder of run directories and the content-addressed store.")
+    root: str = Field(default="runs", description="Folder of run directories.")
+    store: str | None = Field(
+        default=None,
+        description="Content-addressed store of rollouts: a folder, or `s3://bucket/prefix`, through which steps on "
+        "machines without a shared disk also hand on data and checkpoints; the folder `store` of the root when null.",
+    )
 
 
 class RunConfig(_Section):

@@ -107,6 +107,7 @@ class Derived:
     engine_memory: EngineMemory
     host_memory_bytes: int
     checkpoint_bytes: int
+    num_checkpoints: int  # on disk at a time
     disk_bytes: int  # at the fullest moment of the run
     cpus: float
     gpus: float
@@ -147,8 +148,9 @@ def derive(config: RunConfig, facts: ModelFacts) -> Derived:
         kv_cache_tokens=None if on_gpu else rollout.kv_cache_mib * MIB // kv_bytes,
         rank_memory=rank,
         engine_memory=engine,
-        host_memory_bytes=_host_memory(config, rank, engine),
+        host_memory_bytes=_host_memory(config, rank, engine, checkpoint),
         checkpoint_bytes=checkpoint,
+        num_checkpoints=_num_checkpoints(config),
         disk_bytes=_disk(config, checkpoint, facts.num_parameters),
         cpus=trainer.num_ranks * runtime.cpus_per_rank + rollout.num_engines * runtime.cpus_per_engine,
         gpus=trainer.num_ranks * runtime.gpus_per_rank + rollout.num_engines * runtime.gpus_per_engine,
@@ -318,17 +320,25 @@ def _shared(bounds: Bounds, parts: int) -> Bounds:
     return Bounds(low=math.ceil(bounds.low / parts), high=math.ceil(bounds.high / parts))
 
 
-def _host_memory(config: RunConfig, rank: RankMemory, engine: EngineMemory) -> int:
+def _host_memory(config: RunConfig, rank: RankMemory, engine: EngineMemory, checkpoint: int) -> int:
+    """All processes, and the copy of the trainer's state that checkpoints are written from."""
     ranks = config.trainer.num_ranks * (rank.process if config.runtime.gpus_per_rank > 0 else rank.total)
     asleep = engine.weights if config.rollout.sleep_while_training else 0
     on_host = engine.process + asleep if config.runtime.gpus_per_engine > 0 else engine.total
     engines = config.rollout.num_engines * on_host
-    return _DRIVER_PROCESS_BYTES + _RAY_DAEMONS_BYTES + config.runtime.object_store_mib * MIB + ranks + engines
+    fixed = _DRIVER_PROCESS_BYTES + _RAY_DAEMONS_BYTES + config.runtime.object_store_mib * MIB
+    return fixed + ranks + engines + checkpoint
+
+
+def _num_checkpoints(config: RunConfig) -> int:
+    """On disk at a time: a new one is complete before the oldest goes."""
+    loop = config.loop
+    return loop.keep_checkpoints + 1 + (loop.steps // loop.keep_every if loop.keep_every else 0)
 
 
 def _disk(config: RunConfig, checkpoint: int, num_parameters: int) -> int:
-    """Checkpoints (a new one is complete before the oldest goes), the sharded base model, the export, rollouts."""
+    """Checkpoints, the sharded base model, the export, rollouts."""
     per_sample = 12 * config.rollout.max_tokens + 8 * config.data.max_prompt_tokens + 512
     evaluation = 2 * config.data.num_heldout * (config.evaluation.samples_per_prompt + 1)
     samples = config.loop.steps * config.loop.prompts_per_step * config.rollout.group_size + evaluation
-    return (config.loop.keep_checkpoints + 2) * checkpoint + 4 * num_parameters + samples * per_sample
+    return (_num_checkpoints(config) + 1) * checkpoint + 4 * num_parameters + samples * per_sample

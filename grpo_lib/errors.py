@@ -30,6 +30,10 @@ class StorageError(GrpoError):
     """A file or stored object cannot be written, found or trusted; the message names path, bytes and the way out."""
 
 
+class RunBusy(GrpoError):
+    """Another process works on the run; the message says which, where, and when it was last heard of."""
+
+
 class DeadlineExceeded(GrpoError, TimeoutError):
     """A wait ran past its deadline.
 

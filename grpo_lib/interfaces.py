@@ -17,6 +17,7 @@ from grpo_lib.types import (
     SyncCertificate,
     Verdict,
     WeightManifest,
+    WrittenFile,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +42,14 @@ class PolicyLoss(Protocol):
         Returns:
             The scalar loss, and metrics computed without gradient.
         """
+        ...
+
+
+class StateSnapshot(Protocol):
+    """One rank's share of a trainer's state, which no longer changes with it."""
+
+    def write(self, path: Path) -> WrittenFile:
+        """Write this rank's file into an existing folder, without a collective: another thread may do it."""
         ...
 
 
@@ -85,12 +94,12 @@ class TrainerBackend(Protocol):
         """Full plain contiguous tensors under Hugging Face names, in bounded buckets, root parameters included."""
         ...
 
-    def save(self, path: Path) -> None:
-        """Weights, optimiser, scheduler, RNG and version, sharded; complete when it returns on every rank."""
+    def snapshot(self) -> StateSnapshot:
+        """Weights, optimiser, scheduler, RNG and version, copied to host memory that the next snapshot uses again."""
         ...
 
     def load(self, path: Path) -> None:
-        """The inverse of `save`, for any number of ranks."""
+        """Continue from the folder that all ranks' snapshots were written to, whatever their number was."""
         ...
 
     def local_numel(self) -> Mapping[str, tuple[str, int]]:
@@ -149,7 +158,21 @@ class TrainerGroup(Protocol):
         """[ranks][micro-batches] of [B, T] float32, by the policy or by the frozen reference."""
         ...
 
-    def save(self, path: Path) -> None: ...
+    def begin_save(self, path: Path) -> None:
+        """Copy the state and return; it is written to `path`, a new folder, while the ranks compute on. Waits for the
+        save before this one, and raises what went wrong with it."""
+        ...
+
+    def written(self, *, wait: bool, deadline_s: float | None = None) -> tuple[WrittenFile, ...] | None:
+        """All ranks' files of the save that was begun, or None while one is still being written.
+
+        Args:
+            deadline_s: None is `deadlines.train_s`.
+
+        Raises:
+            RankFailure: a rank could not write its part; the cause says why.
+        """
+        ...
 
     def load(self, path: Path) -> None: ...
 

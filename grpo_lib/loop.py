@@ -67,6 +67,7 @@ def fit(
     pipeline: RolloutPipeline,
     recorder: RunRecorder,
     state: LoopState = LoopState(),
+    timer: StepTimer | None = None,
     before_step: Callable[[int], None] | None = None,
 ) -> LoopState:
     """Run the loop to `loop.steps`.
@@ -76,13 +77,14 @@ def fit(
 
     Args:
         state: Where to continue.
+        timer: Of this run's steps.
         before_step: Called with the number of the step about to start.
 
     Raises:
         WeightSyncError: a push could not be certified.
         NoLearningSignal: `loop.max_empty_steps` steps in a row had nothing to train on.
     """
-    timer = StepTimer()
+    timer = timer or StepTimer()
     _certified_push(sync, trainer.policy_version, recorder)
     timer.finish_step()  # the initial push belongs to start-up, not to the first step
     while state.steps_done < config.loop.steps:

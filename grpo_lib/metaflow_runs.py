@@ -1,4 +1,4 @@
-"""Metaflow's client, read only: from the id of a run to the folder where that run keeps its files."""
+"""Metaflow's client, read only: from the id of a run to the folder where it keeps its files, and to its origins."""
 
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 # (metaflow declares no exports)
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from metaflow import Flow, Run, namespace
 from metaflow.exception import MetaflowNotFound
@@ -39,17 +40,46 @@ def run_folder(reference: str) -> Path:
     )
 
 
+def origins_of(flow: str, origin_run_id: str) -> list[str]:
+    """Ids of the runs that a resumed run continues, nearest first, e.g. ``["GRPOFlow/124", "GRPOFlow/123"]``.
+
+    Args:
+        origin_run_id: Of the nearest.
+    """
+    namespace(None)
+    found: list[str] = []
+    origin: str | None = f"{flow}/{origin_run_id}"
+    while origin not in (None, f"{flow}/None", *found):  # Metaflow's word for a run that was not resumed
+        found.append(origin)
+        try:
+            origin = Run(origin).origin_pathspec
+        except MetaflowNotFound:  # removed since; what it left is only looked for under its id
+            origin = None
+    return found
+
+
 def _folder_of(run: Run) -> Path:
     try:
         task = run["start"].task
         if task is not None:
-            return Path(task["paths"].data.run)
+            return _present(run, task["paths"].data)
     except (KeyError, MetaflowNotFound):
         pass
     raise DataError(
         f"run {run.pathspec} ended before its start step was done, so it has no folder; "
         f"python flows/grpo_flow.py logs {run.id}/start shows why"
     )
+
+
+def _present(run: Run, paths: Any) -> Path:
+    """The folder of a run's paths, unless another machine had it."""
+    folder = Path(paths.run)
+    if not folder.is_dir() and "://" in str(paths.store):
+        raise DataError(
+            f"the files of run {run.pathspec} are in {paths.store}: bring them here with `grpo store get --store "
+            f"{paths.store} {paths.run_id} FOLDER`, then name FOLDER"
+        )
+    return folder
 
 
 def _latest() -> str:

@@ -8,7 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ PACKAGES = (
     Package(names=(("scipy", ">=1.15"),)),
     Package(names=(("psutil", ">=6"),)),
     Package(names=(("wandb", ">=0.20"),), needed=lambda config: config.tracking.wandb),
+    Package(names=(("boto3", ">=1.40"),), needed=lambda config: (config.storage.store or "").startswith("s3://")),
 )
 
 
@@ -82,19 +83,25 @@ class PreflightResult:
 
 
 def run_preflight(
-    config: RunConfig, facts: ModelFacts, *, root: Path, machine: Machine | None = None
+    config: RunConfig,
+    facts: ModelFacts,
+    *,
+    root: Path,
+    machine: Machine | None = None,
+    more: Sequence[PreflightCheck] = (),
 ) -> PreflightResult:
     """Check the run against the machine.
 
     Args:
         root: Where the run will write; it need not exist yet.
         machine: What to check against; this machine when absent.
+        more: Checks of things that only their own layer can look at.
 
     Raises:
         ConfigError: the model does not fit the configuration.
         PreflightError: the machine falls short; the message lists every shortfall.
     """
-    result = check_machine(config, facts, root=root, machine=machine)
+    result = check_machine(config, facts, root=root, machine=machine, more=more)
     short = [f"{check.name}: {check.detail}" for check in result.checks if not check.ok]
     if short:
         raise PreflightError("this machine cannot hold the run:\n" + "\n".join(f"  - {line}" for line in short))
@@ -102,7 +109,12 @@ def run_preflight(
 
 
 def check_machine(
-    config: RunConfig, facts: ModelFacts, *, root: Path, machine: Machine | None = None
+    config: RunConfig,
+    facts: ModelFacts,
+    *,
+    root: Path,
+    machine: Machine | None = None,
+    more: Sequence[PreflightCheck] = (),
 ) -> PreflightResult:
     """All checks, whether they pass or not.
 
@@ -120,6 +132,7 @@ def check_machine(
         *_gpu_memory(config, facts, derived, machine),
         _memory(config, derived, machine),
         _disk(config, derived, machine, root),
+        *more,
         _port(config.weight_sync.port),
         *(_package(package) for package in PACKAGES if package.needed(config)),
     )
@@ -257,8 +270,9 @@ def _memory(config: RunConfig, derived: Derived, machine: Machine) -> PreflightC
     on_gpu = derived.gpus > 0
     detail = (
         f"{gib(needed)} needed ({config.trainer.num_ranks} x {gib(rank.process if on_gpu else rank.total)} ranks, "
-        f"{config.rollout.num_engines} x {gib(engine.process if on_gpu else engine.total)} engines, the rest Ray and "
-        f"the driver{', and sleeping weights' if config.rollout.sleep_while_training else ''}), "
+        f"{config.rollout.num_engines} x {gib(engine.process if on_gpu else engine.total)} engines, "
+        f"{gib(derived.checkpoint_bytes)} copy of the state that checkpoints are written from, the rest Ray and the "
+        f"driver{', and sleeping weights' if config.rollout.sleep_while_training else ''}), "
         f"{gib(available)} available"
     )
     if needed > available:
@@ -273,14 +287,17 @@ def _disk(config: RunConfig, derived: Derived, machine: Machine, root: Path) -> 
     folder = _existing(root)
     detail = (
         f"{gib(derived.disk_bytes)} needed under storage.root ({config.storage.root}) for "
-        f"{config.loop.keep_checkpoints + 1} checkpoints of {gib(derived.checkpoint_bytes)}, models and rollouts, "
+        f"{derived.num_checkpoints} checkpoints of {gib(derived.checkpoint_bytes)}, models and rollouts, "
         f"{gib(machine.disk_free_bytes)} free"
     )
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         return PreflightCheck(name="disk", ok=False, detail=f"{folder} is not a writable folder; set storage.root")
     ok = derived.disk_bytes <= machine.disk_free_bytes
     if not ok:
-        detail += "; free space, set storage.root to another file system, or lower loop.keep_checkpoints"
+        detail += (
+            "; free space, set storage.root to another file system, lower loop.keep_checkpoints, or raise "
+            "loop.keep_every"
+        )
     return PreflightCheck(name="disk", ok=ok, detail=detail)
 
 

@@ -6,6 +6,7 @@ combination and how to mend it. `config.resolve` reports all of them together.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 Rule = Callable[["RunConfig"], str | None]
 
+_S3_LOCATION = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w.-]+)*/?", re.ASCII)
 # bfloat16 keeps 8 bits of mantissa: two correct implementations differ by this much in single log-probabilities.
 _BFLOAT16_MIN_TOLERANCE = 1e-2
 
@@ -389,6 +391,26 @@ def parity_tolerances_are_ordered(config: RunConfig) -> str | None:
     )
 
 
+def kept_steps_have_checkpoints(config: RunConfig) -> str | None:
+    loop = config.loop
+    if loop.keep_every % loop.checkpoint_every == 0:
+        return None
+    return (
+        f"loop.keep_every ({loop.keep_every}) is no multiple of loop.checkpoint_every ({loop.checkpoint_every}), so "
+        "most of the steps to keep have no checkpoint; choose a multiple, or 0 to keep the newest only"
+    )
+
+
+def store_is_a_folder_or_s3(config: RunConfig) -> str | None:
+    location = config.storage.store
+    if location is None or (location and ("://" not in location or _S3_LOCATION.fullmatch(location))):
+        return None
+    return (
+        f"storage.store ({location}) is neither a folder nor s3://bucket/prefix with a bucket of 3 to 63 lower-case "
+        "letters, digits, points and hyphens; other services that speak S3 are named by AWS_ENDPOINT_URL_S3"
+    )
+
+
 RULES: tuple[Rule, ...] = (
     pack_holds_prompt_and_response,
     group_has_peers,
@@ -422,4 +444,6 @@ RULES: tuple[Rule, ...] = (
     compiled_blocks_have_a_kernel,
     compiled_layers_are_whole,
     parity_tolerances_are_ordered,
+    kept_steps_have_checkpoints,
+    store_is_a_folder_or_s3,
 )

@@ -31,10 +31,13 @@ class StepTimer:
 
     Args:
         clock: Monotonic seconds.
+        on_span: Told the name of every span before its work begins.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, *, on_span: Callable[[str], None] | None = None
+    ) -> None:
+        self._clock, self._on_span = clock, on_span
         self._step_started = clock()
         self._open: str | None = None
         self._seconds = dict.fromkeys(SPANS, 0.0)
@@ -49,6 +52,8 @@ class StepTimer:
         self._open = name
         started = self._clock()
         try:
+            if self._on_span is not None:
+                self._on_span(name)
             yield
         finally:
             self._seconds[name] += self._clock() - started

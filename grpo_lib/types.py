@@ -499,6 +499,15 @@ class WeightReceipt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """A file as it was written; the name is relative to the folder it belongs to."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SyncCertificate:
     """Evidence that every engine holds the trainer's weights of `policy_version`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -31,7 +32,7 @@ def whole_file(target: Path, *, setting: str) -> Iterator[Path]:
     Raises:
         StorageError: no room, no permission, or the disk failed.
     """
-    scratch = target.parent / f".{target.name}.{uuid.uuid4().hex}.part"
+    scratch = _scratch_of(target)
     with storage_errors(target, setting=setting):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -41,6 +42,37 @@ def whole_file(target: Path, *, setting: str) -> Iterator[Path]:
             fsync(target.parent)
         finally:
             scratch.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(target: Path, *, setting: str) -> Iterator[Path]:
+    """An empty scratch folder beside `target` that becomes `target` when the block ends, and vanishes when it raises.
+
+    All files are on the disk before the name is. Errors of the block are its own.
+
+    Args:
+        setting: Config key of the folder, for messages.
+
+    Raises:
+        StorageError: there is a `target` with something in it, no room, no permission, or the disk failed.
+    """
+    scratch = _scratch_of(target)
+    with storage_errors(target, setting=setting):
+        scratch.mkdir(parents=True)
+    try:
+        yield scratch
+        with storage_errors(target, setting=setting):
+            for path in [*scratch.rglob("*"), scratch]:
+                fsync(path)
+            scratch.rename(target)
+            fsync(target.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def scratches_of(target: Path) -> list[Path]:
+    """What `whole_file` and `whole_folder` of a killed process left beside `target`."""
+    return list(target.parent.glob(f".{glob.escape(target.name)}.*.part"))
 
 
 @contextmanager
@@ -69,6 +101,10 @@ def append_json_line(path: Path, row: Mapping[str, Any], *, setting: str) -> Non
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def _scratch_of(target: Path) -> Path:
+    return target.parent / f".{target.name}.{uuid.uuid4().hex}.part"
 
 
 def no_room(path: Path, reason: str, *, setting: str, needed_bytes: int | None = None) -> str:

@@ -29,6 +29,13 @@ def free_port(address: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
+def host_store(address: str, world_size: int, *, timeout_s: float) -> TCPStore:
+    """Rank 0's store on a port that the system chooses: ``store.port``. Nobody else can take it in between."""
+    return TCPStore(
+        address, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+    )
+
+
 class Rendezvous:
     """One rank's view of the store that all ranks share; rank 0 hosts it.
 
@@ -40,6 +47,7 @@ class Rendezvous:
         timeout_s: Deadline for reaching rank 0.
         port_setting: Config key of the port, for the error when it is taken.
         timeout_setting: Config key of the deadline.
+        store: Rank 0's, where `host_store` opened it before; address and port are its.
     """
 
     def __init__(
@@ -52,13 +60,17 @@ class Rendezvous:
         timeout_s: float,
         port_setting: str = "weight_sync.port",
         timeout_setting: str = "deadlines.ranks_start_s",
+        store: TCPStore | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in 0 … {world_size - 1}")
-        if rank == 0:
-            _check_port_is_free(address, port, port_setting)
         self.rank, self.world_size = rank, world_size
         self._rounds: Counter[str] = Counter()
+        if store is not None:
+            self.store = store
+            return
+        if rank == 0:
+            _check_port_is_free(address, port, port_setting)
         try:
             self.store = _open_store(rank, world_size, address, port, timeout_s)
         except (dist.DistNetworkError, TimeoutError) as error:
@@ -104,6 +116,7 @@ def init_ranks(
     collective_timeout_s: float | None = None,
     port_setting: str = "weight_sync.port",
     timeout_setting: str = "deadlines.ranks_start_s",
+    store: TCPStore | None = None,
 ) -> Rendezvous:
     """Join the default process group; returns the rendezvous whose barriers name missing ranks.
 
@@ -112,6 +125,7 @@ def init_ranks(
         timeout_s: Deadline for all ranks to arrive.
         collective_timeout_s: Deadline of every later collective, `timeout_s` when absent. PyTorch's default of half an
             hour would hold all devices that long when one rank dies.
+        store: Rank 0's, where `host_store` opened it before; address and port are its.
 
     Raises:
         GrpoError: the port is taken, or this process already has a process group.
@@ -127,6 +141,7 @@ def init_ranks(
         timeout_s=timeout_s,
         port_setting=port_setting,
         timeout_setting=timeout_setting,
+        store=store,
     )
     rendezvous.barrier("start", deadline_s=timeout_s, setting=timeout_setting)
     device_id = None

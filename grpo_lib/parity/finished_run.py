@@ -26,7 +26,8 @@ FREE = frozenset(
         "rollout.num_engines", "rollout.tensor_parallel_size", "rollout.max_num_seqs", "rollout.kv_cache_mib",
         "rollout.prefix_caching", "verifier.num_workers", "weight_sync.backend", "weight_sync.port",
         "weight_sync.canary_every", "weight_sync.canary_prompts", "weight_sync.canary_tolerance",
-        "loop.checkpoint_every", "loop.keep_checkpoints", "evaluation.bootstrap_resamples", "evaluation.confidence",
+        "loop.checkpoint_every", "loop.keep_checkpoints", "loop.keep_every",
+        "evaluation.bootstrap_resamples", "evaluation.confidence",
     }
 )  # fmt: skip
 

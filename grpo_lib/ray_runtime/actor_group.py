@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 import traceback
@@ -46,8 +47,11 @@ class Host:
         self._object: Any = None
 
     def build(self, factory: Callable[[], Any]) -> Answer:
-        def make() -> None:
+        """Make the object; answers with the process's id."""
+
+        def make() -> int:
             self._object = factory()
+            return os.getpid()
 
         return _answer(make)
 
@@ -189,10 +193,16 @@ class ActorGroup:
         self._placement: Any = None
         self._building: Pending | None = None
         self._built = False
+        self._pids: tuple[int, ...] = ()
         self.handles: tuple[Any, ...] = ()
 
     def label(self, index: int) -> str:
         return f"{self.name} {index}"
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Process id by member, each on its own machine; empty until all objects are built."""
+        return {self.label(index): pid for index, pid in enumerate(self._pids)}
 
     def launch(self) -> None:
         """Ask for the processes and return at once, so that several groups start side by side.
@@ -238,8 +248,8 @@ class ActorGroup:
                 deadline_s=placement_s,
                 setting="deadlines.placement_s",
             )
-        self._building.wait(deadline_s=deadline_s - (time.monotonic() - started), setting=setting)
-        self._built = True
+        pids = self._building.wait(deadline_s=deadline_s - (time.monotonic() - started), setting=setting)
+        self._pids, self._built = tuple(pids), True
 
     def start(self, *, deadline_s: float, setting: str) -> None:
         """Launch and wait."""

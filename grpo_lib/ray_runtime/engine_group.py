@@ -67,6 +67,11 @@ class EngineGroup:
     def num_engines(self) -> int:
         return self._group.size
 
+    @property
+    def processes(self) -> dict[str, int]:
+        """Process id by engine, each on its own machine."""
+        return self._group.processes
+
     # -- generating ------------------------------------------------------------------------------------------------
 
     @property

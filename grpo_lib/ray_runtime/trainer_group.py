@@ -12,7 +12,7 @@ from grpo_lib.config import DeadlinesConfig
 from grpo_lib.errors import RankFailure
 from grpo_lib.ray_runtime.actor_group import ActorGroup
 from grpo_lib.ray_runtime.parcels import BatchParcel
-from grpo_lib.types import SenderReport, StateKind, StepMetrics, StepPlan
+from grpo_lib.types import SenderReport, StateKind, StepMetrics, StepPlan, WrittenFile
 
 _TRAIN = "deadlines.train_s"
 _RANK_SHARE = 0.9  # a rank's own deadline ends first, because its message knows more
@@ -35,6 +35,11 @@ class RayTrainerGroup:
         self._group, self._deadlines = group, deadlines
         self.num_ranks, self.has_reference = group.size, has_reference
         self._policy_version: int | None = None
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Process id by rank, each on its own machine."""
+        return self._group.processes
 
     @property
     def policy_version(self) -> int:
@@ -73,8 +78,14 @@ class RayTrainerGroup:
         )
         return tuple(tuple(rank) for rank in ranks)
 
-    def save(self, path: Path) -> None:
-        self._call("save", path)
+    def begin_save(self, path: Path) -> None:
+        """See `interfaces.TrainerGroup`."""
+        self._call("begin_save", path)
+
+    def written(self, *, wait: bool, deadline_s: float | None = None) -> tuple[WrittenFile, ...] | None:
+        """See `interfaces.TrainerGroup`."""
+        files = self._group.call("written", wait=wait, deadline_s=deadline_s or self._deadlines.train_s, setting=_TRAIN)
+        return None if any(file is None for file in files) else tuple(files)
 
     def load(self, path: Path) -> None:
         self._policy_version = None

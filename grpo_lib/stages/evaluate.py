@@ -12,10 +12,10 @@ from grpo_lib.data.models import resolve_model_path
 from grpo_lib.data.prompts import Split
 from grpo_lib.data.store import read_prompts
 from grpo_lib.evaluate import EvaluationResult, EvaluationTable, evaluate_policy
+from grpo_lib.stages.attempts import attempt
 from grpo_lib.stages.live import live_engines
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.stored_run import write_evaluation
-from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.refs import StoreRef
 from grpo_lib.storage.rollouts import write_rollouts
 from grpo_lib.verifiers.pool import ProcessVerifierPool
@@ -34,7 +34,17 @@ def run(config: RunConfig, paths: RunPaths, *, policy_version: int) -> Evaluatio
 
     Args:
         policy_version: Of the exported model.
+
+    Raises:
+        RunBusy: another process is at work on the run.
     """
+    with attempt(paths, stage="evaluate"):
+        return _evaluate(config, paths, policy_version)
+
+
+def _evaluate(config: RunConfig, paths: RunPaths, policy_version: int) -> Evaluation:
+    mirror = paths.mirror()
+    mirror.fetch(paths.data, paths.export)
     model_path = resolve_model_path(config.model.path)
     prompts = read_prompts(paths.data, Split.HELDOUT)
     tokenizer = load_tokenizer(model_path)
@@ -54,6 +64,7 @@ def run(config: RunConfig, paths: RunPaths, *, policy_version: int) -> Evaluatio
     ref = store_samples(config, paths, after)
     evaluation = result.to_dict()
     write_evaluation(paths, evaluation=evaluation, probe_rollouts=ref.to_dict(), policy_version=policy_version)
+    mirror.publish(paths.evaluation)
     return Evaluation(evaluation=evaluation, rollouts=ref.to_dict())
 
 
@@ -63,4 +74,4 @@ def store_samples(config: RunConfig, paths: RunPaths, table: EvaluationTable) ->
         assess_group(group, kind=config.algorithm.advantage, correct_reward=config.verifier.correct_reward)
         for group in table.groups
     ]
-    return write_rollouts(LocalStore(paths.store), step=config.loop.steps, groups=table.groups, assessments=assessments)
+    return write_rollouts(paths.open_store(), step=config.loop.steps, groups=table.groups, assessments=assessments)

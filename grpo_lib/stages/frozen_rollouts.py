@@ -24,7 +24,7 @@ from grpo_lib.stages.parity_probe import ScorerMeasurement, can_score
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.scorers import ScoredBySequence
 from grpo_lib.stages.stored_run import StoredRun, open_run, write_evaluation
-from grpo_lib.storage.local import LocalStore
+from grpo_lib.storage.refs import StoreRef
 from grpo_lib.storage.scores import write_scores
 
 
@@ -114,7 +114,7 @@ def _sample_probe(config: RunConfig, paths: RunPaths, engines: RolloutEngine, ve
     scores = None
     if can_score(config):
         scorer = ScoredBySequence(name=ENGINE_SCORE, scorer=engines)
-        scores = write_scores(LocalStore(paths.store), scorer.score(table.groups)).to_dict()
+        scores = write_scores(paths.open_store(), scorer.score(table.groups)).to_dict()
     write_evaluation(
         paths,
         evaluation={"after": summarize(table, config.evaluation, seed=config.seed)},
@@ -127,9 +127,10 @@ def _sample_probe(config: RunConfig, paths: RunPaths, engines: RolloutEngine, ve
 def _frozen(run: StoredRun, paths: RunPaths, *, steps: int, started: float) -> FrozenRollouts:
     stored, engine = run.engine_scores_ref(), None
     if stored is not None:
-        engine = ScorerMeasurement(scorer=ENGINE_SCORE, scores=stored.to_dict(), store=str(run.paths.store))
+        engine = ScorerMeasurement(scorer=ENGINE_SCORE, scores=stored.to_dict(), store=run.paths.store)
     elif can_score(run.config):
-        engine = parity_probe.measure(run, scorer=ENGINE_SCORE, folder=paths.store)
+        engine = parity_probe.measure(run, scorer=ENGINE_SCORE, store=paths.store)
+        paths.mirror().refer("scores-engine", StoreRef.from_dict(engine.scores))
     groups = run.probe_rollouts().groups
     return FrozenRollouts(
         run=str(run.paths.run),

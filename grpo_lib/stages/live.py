@@ -42,6 +42,11 @@ class LiveRun:
     engines: EngineGroup
     sync: CertifiedWeightSync
 
+    @property
+    def processes(self) -> dict[str, int]:
+        """Process id by rank and engine, each on its own machine."""
+        return self.trainer.processes | self.engines.processes
+
 
 @contextmanager
 def live_run(

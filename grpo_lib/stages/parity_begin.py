@@ -65,7 +65,10 @@ def run(
         config = _fresh(recipe or default_recipe.__name__, overrides, trainer=trainers[0], seed=seed)
     else:
         config = _stored(source, overrides, recipe=recipe, seed=seed)
-    setups = [begin.check(with_overrides(config, [f"trainer.backend={name}"]), pool=pool) for name in trainers]
+    setups = [
+        begin.check(with_overrides(config, [f"trainer.backend={name}"]), pool=pool, steps_use_store=False)
+        for name in trainers
+    ]
     if source is not None:
         _check_content(source, config)
     _check_both_fit(config, setups[0].preflight.machine)

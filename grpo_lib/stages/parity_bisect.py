@@ -27,10 +27,10 @@ from grpo_lib.parity.bisect_verdicts import bisect_report
 from grpo_lib.parity.probe import ENGINE_DECODE
 from grpo_lib.parity.replay_inputs import ReplayBatch, audit_inputs
 from grpo_lib.parity.report import to_dict
+from grpo_lib.stages.checkpoints import checkpoints_of
 from grpo_lib.stages.live import live_trainers
 from grpo_lib.stages.parity_probe import PLAIN
 from grpo_lib.stages.parity_replay import stored_batches, with_backend
-from grpo_lib.stages.recorder import checkpoints_of
 from grpo_lib.stages.replay_files import StateFile
 from grpo_lib.stages.scorers import scoring_plan, stored_documents
 from grpo_lib.stages.stored_run import StoredRun

@@ -25,6 +25,7 @@ from grpo_lib.stages.parity_probe import ScorerMeasurement
 from grpo_lib.stages.parity_replay import FreeMeasurement
 from grpo_lib.stages.run_paths import RunPaths, clear
 from grpo_lib.stages.stored_run import open_run, write_parity
+from grpo_lib.storage.refs import StoreRef
 from grpo_lib.types import ParityVerdict
 
 
@@ -75,7 +76,9 @@ def measure(config: RunConfig, paths: RunPaths, frozen: FrozenRollouts, *, train
     digest = frozen_rollouts.rollouts_digest(run, steps=frozen.steps)
     with live_trainer(parity_replay.with_backend(config, trainer), model_path=run.model_path) as (live, _):
         free = parity_replay.measure_live(run, live, folder=folder)
-        score = parity_probe.measure_live(run, live, folder=paths.store)
+        score = parity_probe.measure_live(run, live, store=paths.store)
+    # Only an artifact of the flow mentions the scores, and the step that judges them may be resumed much later.
+    paths.mirror().refer(f"scores-{trainer}", StoreRef.from_dict(score.scores))
     seconds = time.perf_counter() - started
     return TrainerMeasurement(trainer=trainer, digest=digest, score=score, free=free, seconds=seconds)
 
@@ -92,7 +95,7 @@ def join(
     frozen_rollouts.check_digests(frozen, {one.trainer: one.digest for one in measurements})
     run = frozen.open(config)
     engine = [] if frozen.engine_score is None else [frozen.engine_score]
-    plain = parity_probe.measure(run, scorer=parity_probe.PLAIN, folder=paths.store)
+    plain = parity_probe.measure(run, scorer=parity_probe.PLAIN, store=paths.store)
     scores = [*engine, *(one.score for one in measurements), plain]
     probe = parity_probe.judge(run, scores)
     free = parity_replay.compare(run, [one.free for one in measurements])

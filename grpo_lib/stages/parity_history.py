@@ -55,7 +55,7 @@ def run(
 
     Args:
         report: `parity.report.to_dict`.
-        lineage: Of the run, see `begin.lineage`.
+        lineage: Of the run, see `lineage.lineage`.
         seconds: By span.
 
     Raises:

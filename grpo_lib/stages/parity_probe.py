@@ -2,7 +2,7 @@
 
 `run` does it all. A flow that gives each trainer a process of its own calls the pieces:
 
-    measure(run, scorer=…, folder=…)  once per scorer      leaves its scores in a store under `folder`
+    measure(run, scorer=…, store=…)   once per scorer      leaves its scores in a store
     judge(run, measurements)                               starts nothing
 
 The samples are those that `evaluate` drew from the trained policy, the weights the exported ones. A trainer of any
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -29,7 +28,7 @@ from grpo_lib.stages.live import live_engines, live_trainer
 from grpo_lib.stages.parity_replay import with_backend
 from grpo_lib.stages.scorers import ScoredBefore, ScoredBySequence, ScoredByTrainer
 from grpo_lib.stages.stored_run import StoredRun
-from grpo_lib.storage.local import LocalStore
+from grpo_lib.storage.locations import open_store
 from grpo_lib.storage.refs import StoreRef
 from grpo_lib.storage.scores import read_scores, write_scores
 from grpo_lib.trainers.hf_scorer import HfScorer
@@ -43,7 +42,7 @@ class ScorerMeasurement:
 
     scorer: str
     scores: dict[str, Any]  # store reference
-    store: str  # folder of the store
+    store: str  # location
 
 
 def run(run: StoredRun, *, trainers: Sequence[str]) -> dict[str, Any]:
@@ -59,11 +58,11 @@ def run(run: StoredRun, *, trainers: Sequence[str]) -> dict[str, Any]:
     engine = (
         []
         if stored is None
-        else [ScorerMeasurement(scorer=ENGINE_SCORE, scores=stored.to_dict(), store=str(run.paths.store))]
+        else [ScorerMeasurement(scorer=ENGINE_SCORE, scores=stored.to_dict(), store=run.paths.store)]
     )
     scorers = [*trainers, PLAIN] if engine or not can_score(run.config) else [ENGINE_SCORE, *trainers, PLAIN]
     with TemporaryDirectory(prefix="probe-") as folder:
-        return judge(run, [*engine, *(measure(run, scorer=scorer, folder=Path(folder)) for scorer in scorers)])
+        return judge(run, [*engine, *(measure(run, scorer=scorer, store=folder) for scorer in scorers)])
 
 
 def can_score(config: RunConfig) -> bool:
@@ -71,12 +70,12 @@ def can_score(config: RunConfig) -> bool:
     return config.rollout.temperature == 1
 
 
-def measure(run: StoredRun, *, scorer: str, folder: Path) -> ScorerMeasurement:
+def measure(run: StoredRun, *, scorer: str, store: str) -> ScorerMeasurement:
     """Scores of the run's probe rollouts by one scorer, which lives only as long as this call.
 
     Args:
         scorer: A trainer backend, `ENGINE_SCORE` or `PLAIN`.
-        folder: Of the store that keeps the scores.
+        store: Location of the store that keeps the scores.
 
     Raises:
         DataError: the run has no exported model or no probe rollouts.
@@ -100,21 +99,19 @@ def measure(run: StoredRun, *, scorer: str, folder: Path) -> ScorerMeasurement:
         changed = with_backend(config, scorer)
         with live_trainer(changed, model_path=export) as (trainer, _):
             scores = ScoredByTrainer(name=scorer, trainer=trainer, config=changed.trainer).score(groups)
-    return _stored(scorer, scores, folder)
+    return _stored(scorer, scores, store)
 
 
-def measure_live(run: StoredRun, trainer: RayTrainerGroup, *, folder: Path) -> ScorerMeasurement:
+def measure_live(run: StoredRun, trainer: RayTrainerGroup, *, store: str) -> ScorerMeasurement:
     """`measure` with a running trainer, whose weights become the exported ones."""
     trainer.load_hf_weights(run.paths.export)
     config = with_backend(run.config, trainer.name)
     scorer = ScoredByTrainer(name=trainer.name, trainer=trainer, config=config.trainer)
-    return _stored(trainer.name, scorer.score(run.probe_rollouts().groups), folder)
+    return _stored(trainer.name, scorer.score(run.probe_rollouts().groups), store)
 
 
-def _stored(scorer: str, scores: Mapping[str, np.ndarray], folder: Path) -> ScorerMeasurement:
-    return ScorerMeasurement(
-        scorer=scorer, scores=write_scores(LocalStore(folder), scores).to_dict(), store=str(folder)
-    )
+def _stored(scorer: str, scores: Mapping[str, np.ndarray], store: str) -> ScorerMeasurement:
+    return ScorerMeasurement(scorer=scorer, scores=write_scores(open_store(store), scores).to_dict(), store=store)
 
 
 def judge(run: StoredRun, measurements: Sequence[ScorerMeasurement]) -> dict[str, Any]:
@@ -131,7 +128,7 @@ def judge(run: StoredRun, measurements: Sequence[ScorerMeasurement]) -> dict[str
     groups, version = run.probe_rollouts().groups, run.policy_version
     scores = {ENGINE_DECODE: StoredLogprobs().score(groups)}
     for one in measurements:
-        scores[one.scorer] = read_scores(LocalStore(Path(one.store)), StoreRef.from_dict(one.scores))
+        scores[one.scorer] = read_scores(open_store(one.store), StoreRef.from_dict(one.scores))
     scorers = [ScoredBefore(name=name, scores=values) for name, values in scores.items()]
     pairs = probe(groups, scorers, policy_version=version, cap=run.config.algorithm.correction_cap)
     report = diagnosed(

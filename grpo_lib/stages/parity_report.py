@@ -10,13 +10,14 @@ from grpo_lib.config import RunConfig
 from grpo_lib.data.models import resolve_model_path
 from grpo_lib.parity.probe import ENGINE_SCORE, StoredLogprobs, probe
 from grpo_lib.parity.report import build_report, to_dict
+from grpo_lib.stages.attempts import attempt
+from grpo_lib.stages.checkpoints import checkpoints_of
 from grpo_lib.stages.diagnosis import diagnosed
 from grpo_lib.stages.live import live_parts
-from grpo_lib.stages.recorder import checkpoints_of, read_certificates
+from grpo_lib.stages.recorder import read_certificates
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.scorers import ScoredBefore, ScoredBySequence, ScoredByTrainer
 from grpo_lib.stages.stored_run import write_parity
-from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.refs import StoreRef
 from grpo_lib.storage.rollouts import read_rollouts
 from grpo_lib.tracking import read_metrics
@@ -49,8 +50,26 @@ def run(
     Args:
         rollouts: Store reference of samples drawn by `policy_version`.
         evaluation: `EvaluationResult.to_dict()`.
+
+    Raises:
+        RunBusy: another process is at work on the run.
     """
-    groups = read_rollouts(LocalStore(paths.store), StoreRef.from_dict(rollouts)).groups
+    with attempt(paths, stage="parity_report"):
+        return _judge(config, paths, rollouts, evaluation, policy_version, shard_plan)
+
+
+def _judge(
+    config: RunConfig,
+    paths: RunPaths,
+    rollouts: Mapping[str, Any],
+    evaluation: Mapping[str, Any],
+    policy_version: int,
+    shard_plan: ShardPlan | None,
+) -> StoredReport:
+    store = paths.open_store()
+    mirror = paths.mirror(store)
+    mirror.fetch(paths.export, *paths.step_tables, *mirror.published(paths.checkpoints)[-1:])
+    groups = read_rollouts(store, StoreRef.from_dict(rollouts)).groups
     plain = HfScorer(
         paths.export,
         dtype=config.model.dtype,
@@ -92,6 +111,7 @@ def run(
     )
     parity = to_dict(report)
     write_parity(paths, parity)
+    mirror.publish(paths.parity)
     return StoredReport(parity=parity, metrics=metrics, samples=_samples(groups))
 
 

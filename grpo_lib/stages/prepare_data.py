@@ -40,6 +40,7 @@ def run(config: RunConfig, paths: RunPaths) -> PreparedData:
             f"loop.prompts_per_step ({config.loop.prompts_per_step}); bring more prompts or lower it"
         )
     manifest = write_dataset(paths.data, prepared)
+    paths.mirror().publish(paths.data)
     packing = packing_plan(
         [len(prompt.token_ids) for prompt in prepared.train],
         max_response=config.rollout.max_tokens,

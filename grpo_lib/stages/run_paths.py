@@ -8,26 +8,54 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_lib.config import RunConfig
-from grpo_lib.data.files import storage_errors
+from grpo_lib.data.files import scratches_of, storage_errors
+from grpo_lib.storage.locations import is_remote, open_store
+from grpo_lib.storage.mirror import RunMirror
+from grpo_lib.storage.refs import ArtifactStore
+
+RECORD = "run.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPaths:
-    """The folders of one run; `store` is shared by all runs under the same storage root."""
+    """The places of one run; runs of the same `storage.root` or `storage.store` share a store."""
 
+    run_id: str  # e.g. "GRPOFlow/123"
     run: Path
-    store: Path
+    store: str  # folder or s3://bucket/prefix
 
     @staticmethod
     def of(config: RunConfig, run_id: str) -> RunPaths:
         """Absolute paths of run `run_id` under `storage.root`; nothing is created."""
         root = Path(os.path.abspath(config.storage.root))
-        return RunPaths(run=root / run_id, store=root / "store")
+        return RunPaths(run_id=run_id, run=root / run_id, store=store_location(config))
+
+    def open_store(self) -> ArtifactStore:
+        """Where rollouts and other artifacts go."""
+        return open_store(self.store)
+
+    def mirror(self, store: ArtifactStore | None = None) -> RunMirror:
+        """How this run's files reach steps on other machines; does nothing where the store is a folder.
+
+        Args:
+            store: `open_store`'s, where it is open already.
+        """
+        return RunMirror(store or self.open_store(), run_id=self.run_id, folder=self.run)
 
     @property
     def record(self) -> Path:
         """What the run is: id, configuration, origin. See `stored_run`."""
-        return self.run / "run.json"
+        return self.run / RECORD
+
+    @property
+    def running(self) -> Path:
+        """Who works on the run now. See `attempts`."""
+        return self.run / "running.json"
+
+    @property
+    def attempts(self) -> Path:
+        """One JSON line when an attempt begins, continues and ends."""
+        return self.run / "attempts.jsonl"
 
     @property
     def data(self) -> Path:
@@ -61,6 +89,16 @@ class RunPaths:
         return self.run / "rollouts.jsonl"
 
     @property
+    def step_tables(self) -> tuple[Path, ...]:
+        """What grows by lines with every step; a checkpoint vouches for the lines of its steps."""
+        return (self.metrics, self.certificates, self.rollout_index)
+
+    @property
+    def lost(self) -> Path:
+        """Lines of steps after the checkpoint that a later attempt continued from. See `lost_steps`."""
+        return self.run / "lost"
+
+    @property
     def evaluation(self) -> Path:
         """Accuracies and the store reference of the probe rollouts."""
         return self.run / "evaluation.json"
@@ -76,14 +114,21 @@ class RunPaths:
         return self.run / "replay"
 
     @property
-    def of_fit(self) -> tuple[Path, ...]:
-        """Everything that `fit` and the steps after it write; trackers keep their own history."""
-        tables = (self.metrics, self.metrics.with_suffix(".parquet"), self.certificates, self.rollout_index)
-        return (*tables, self.checkpoints, self.export, self.evaluation, self.parity)
+    def after_training(self) -> tuple[Path, ...]:
+        """What is written once all steps are done, by `fit` and the steps after it."""
+        return (self.metrics.with_suffix(".parquet"), self.export, self.evaluation, self.parity)
 
     @property
     def tracking(self) -> Path:
         return self.run / "tracking"
+
+
+def store_location(config: RunConfig) -> str:
+    """`storage.store`, a folder of it as an absolute path; without it the folder `store` of `storage.root`."""
+    location = config.storage.store
+    if location is not None and is_remote(location):
+        return location.rstrip("/")
+    return os.path.abspath(location or Path(config.storage.root) / "store")
 
 
 def clear(*paths: Path) -> None:
@@ -94,7 +139,8 @@ def clear(*paths: Path) -> None:
     """
     for path in paths:
         with storage_errors(path, setting="storage.root"):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            for left in (path, *scratches_of(path)):
+                if left.is_dir():
+                    shutil.rmtree(left)
+                else:
+                    left.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ import time
 from grpo_lib.config import RunConfig
 from grpo_lib.data.models import inspect_model, resolve_model_path
 from grpo_lib.errors import DataError
+from grpo_lib.stages.checkpoints import save_once
 from grpo_lib.stages.live import live_trainer
 from grpo_lib.stages.run_paths import RunPaths, clear
 from grpo_lib.types import ShardPlan
@@ -25,7 +26,7 @@ def run(config: RunConfig, paths: RunPaths) -> ShardPlan:
     deadlines = config.deadlines
     clear(paths.shards)
     with live_trainer(config, model_path=model_path) as (trainer, group):
-        trainer.save(paths.shards)
+        save_once(trainer, paths.shards)
         started = time.perf_counter()
         group.call(
             "barrier",
@@ -50,4 +51,5 @@ def run(config: RunConfig, paths: RunPaths) -> ShardPlan:
             f"sharding changed {len(plan.mismatched)} of {len(plan.tensors)} tensors of {model_path}: "
             f"{', '.join(plan.mismatched[:5])}; the trainer does not hold the source's weights"
         )
+    paths.mirror().publish(paths.shards)
     return plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from grpo_lib.data.models import resolve_model_path
 from grpo_lib.data.store import read_manifest
 from grpo_lib.errors import DataError
 from grpo_lib.stages.recorder import read_certificates
-from grpo_lib.stages.run_paths import RunPaths
-from grpo_lib.storage.local import LocalStore
-from grpo_lib.storage.refs import StoreRef
+from grpo_lib.stages.run_paths import RECORD, RunPaths
+from grpo_lib.storage.locations import is_remote
+from grpo_lib.storage.refs import ArtifactStore, StoreRef
 from grpo_lib.storage.rollouts import StoredRollouts, read_rollouts
 from grpo_lib.tracking import read_metrics
 from grpo_lib.types import SyncCertificate
@@ -44,6 +44,7 @@ class StoredRun:
     config_hash: str
     lineage: Mapping[str, Any]
     paths: RunPaths
+    origins: tuple[str, ...] = ()  # ids of the runs that it continues under an id of its own, nearest first
 
     def metrics(self) -> list[dict[str, Any]]:
         """Rows of the metrics file, one per step that was finished."""
@@ -104,14 +105,14 @@ class StoredRun:
         """The base model's folder."""
         return resolve_model_path(self.config.model.path)
 
-    def store(self) -> LocalStore:
+    def store(self) -> ArtifactStore:
         """Where the rollouts are."""
-        if not self.paths.store.is_dir():
+        if not is_remote(self.paths.store) and not Path(self.paths.store).is_dir():
             raise DataError(
                 f"run {self.reference}: the store {self.paths.store} is missing; a moved run needs the store at the "
                 f"same place relative to its folder ({self.paths.run}), so move the whole storage.root"
             )
-        return LocalStore(self.paths.store)
+        return self.paths.open_store()
 
     def _evaluation(self) -> dict[str, Any]:
         return _read(self._present(self.paths.evaluation, "evaluate"))
@@ -140,7 +141,7 @@ def open_run(reference: str) -> StoredRun:
         from grpo_lib.metaflow_runs import run_folder  # only those who name a run by id pay for Metaflow's client
 
         folder = run_folder(reference)
-    path = RunPaths(run=folder, store=folder).record
+    path = folder / RECORD
     if not path.is_file():
         raise DataError(f"{folder} is not the folder of a run: {path.name}, which the start step writes, is missing")
     values = _read(path)
@@ -153,7 +154,12 @@ def open_run(reference: str) -> StoredRun:
             config=RunConfig.model_validate_json(json.dumps(values["config"]), strict=True),
             config_hash=values["config_hash"],
             lineage=values["lineage"],
-            paths=RunPaths(run=folder, store=Path(os.path.abspath(folder / values["store"]))),
+            origins=tuple(values.get("origins", ())),
+            paths=RunPaths(
+                run_id=values["run_id"],
+                run=folder,
+                store=store if is_remote(store := values["store"]) else os.path.abspath(folder / store),
+            ),
         )
     except KeyError as error:
         raise DataError(f"{path} has no {error}; it is damaged") from error
@@ -163,9 +169,18 @@ def open_run(reference: str) -> StoredRun:
 
 
 def write_run(
-    paths: RunPaths, *, run_id: str, config: RunConfig, config_hash: str, lineage: Mapping[str, object]
+    paths: RunPaths,
+    *,
+    run_id: str,
+    config: RunConfig,
+    config_hash: str,
+    lineage: Mapping[str, object],
+    origins: Sequence[str] = (),
 ) -> None:
-    """What makes a folder a run: `run.json`.
+    """What makes a folder a run, `run.json`, and the store's knowledge of it.
+
+    Args:
+        origins: Ids of the runs that it continues under an id of its own, nearest first.
 
     Raises:
         StorageError: it cannot be written; so do the two functions below.
@@ -176,9 +191,14 @@ def write_run(
         "config": config.model_dump(mode="json"),
         "config_hash": config_hash,
         "lineage": dict(lineage),
-        "store": os.path.relpath(paths.store, paths.run),  # relative, so that a storage root can be moved as a whole
+        "origins": list(origins),
+        # relative, so that a storage root can be moved as a whole
+        "store": paths.store if is_remote(paths.store) else os.path.relpath(paths.store, paths.run),
     }
     _write(paths.record, record)
+    mirror = paths.mirror()
+    mirror.register()
+    mirror.publish(paths.record)
 
 
 def write_evaluation(

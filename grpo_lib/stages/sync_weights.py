@@ -19,6 +19,7 @@ def run(config: RunConfig, paths: RunPaths) -> SyncCertificate:
     Raises:
         WeightSyncError: the certificate is not `ok`.
     """
+    paths.mirror().fetch(paths.data, paths.shards)
     model_path = resolve_model_path(config.model.path)
     with live_run(
         config,

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 
 from grpo_lib.algo.losses import build_loss
 from grpo_lib.config import RunConfig
-from grpo_lib.distributed.process_group import Rendezvous, free_port, init_ranks
+from grpo_lib.distributed.process_group import Rendezvous, host_store, init_ranks
+from grpo_lib.trainers.checkpoint_folder import WriteBehind
 from grpo_lib.trainers.hf_checkpoint import HfFolder
 from grpo_lib.trainers.whole_model import dump_state, export_hf, load_hf_weights, restore_state, shard_report
-from grpo_lib.types import PackedBatch, SenderReport, ShardedTensor, StateKind, StepMetrics
+from grpo_lib.types import PackedBatch, SenderReport, ShardedTensor, StateKind, StepMetrics, WrittenFile
 from grpo_lib.weight_sync.sender import EngineClient, WeightSender
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] documented, not in __all__
 
     from grpo_lib.interfaces import InspectableTrainer
 
@@ -45,12 +47,16 @@ class TrainerRank:
     def __init__(self, recipe: TrainerRankFactory) -> None:
         self._recipe = recipe
         self._rendezvous: Rendezvous | None = None
+        self._store: TCPStore | None = None  # of the first rank
         self._loss = build_loss(recipe.config.algorithm)
+        self._writer = WriteBehind()
 
     def listen_address(self) -> tuple[str, int]:
-        """(address, free port) on this rank's host."""
+        """(address, port) where this rank, the first, waits for the others from now on."""
+        config = self._recipe.config
         address = "127.0.0.1"
-        return address, free_port(address)
+        self._store = host_store(address, config.trainer.num_ranks, timeout_s=config.deadlines.ranks_start_s)
+        return address, self._store.port
 
     def setup(self, address: str, port: int) -> int:
         """Join the other ranks and load the model; returns the policy version."""
@@ -65,6 +71,7 @@ class TrainerRank:
             timeout_s=deadlines.ranks_start_s,
             # A rank that waits in a collective for a slow one must not give up before the driver's own deadline.
             collective_timeout_s=max(deadlines.ranks_start_s, deadlines.train_s, deadlines.weight_sync_s),
+            store=self._store,
         )
         self._backend = build_trainer(recipe.config, recipe.model_path, recipe.rank, trainable=True)
         if recipe.checkpoint is not None:
@@ -104,8 +111,11 @@ class TrainerRank:
             backend = self._reference
         return [backend.logprobs(batch) for batch in micro_batches]
 
-    def save(self, path: Path) -> None:
-        self._backend.save(path)
+    def begin_save(self, path: Path) -> None:
+        self._writer.begin(path, self._backend.snapshot)
+
+    def written(self, *, wait: bool) -> WrittenFile | None:
+        return self._writer.written(wait=wait)
 
     def load(self, path: Path) -> None:
         self._backend.load(path)
@@ -129,6 +139,7 @@ class TrainerRank:
         return [dict(self._backend.hidden_states(batch)) for batch in micro_batches]
 
     def close(self) -> None:
+        self._writer.close()
         self._sender.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -14,6 +14,7 @@ import pyarrow as pa
 from grpo_lib.errors import StorageError
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_DOCUMENT = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)
 
 
 class StoreKind(StrEnum):
@@ -58,8 +59,31 @@ class StoreRef:
         return StoreRef(key=key, size_bytes=size, kind=StoreKind(kind))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What a store says about one thing in it without reading it."""
+
+    name: str  # an artifact's key, or a document's name
+    size_bytes: int
+    modified: float  # Unix time, by the store's clock
+
+
 class ArtifactStore(Protocol):
-    """Keeps artifacts under the hash of their bytes; equal bytes are kept once."""
+    """Keeps artifacts under the hash of their bytes, equal bytes once; and small documents under names.
+
+    Artifacts never change. A document is replaced as a whole: it says which artifacts belong together, is written after
+    them, and so is what makes them visible.
+    """
+
+    @property
+    def location(self) -> str:
+        """What `open_store` was given, in full."""
+        ...
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether machines that share no disk with this one reach it."""
+        ...
 
     def put_file(self, path: Path) -> StoreRef:
         """Store a copy of a file. Nothing is visible under the key before all of it is safe.
@@ -73,12 +97,19 @@ class ArtifactStore(Protocol):
         """Store a table as Parquet; the same errors."""
         ...
 
-    def get(self, ref: StoreRef) -> Path:
-        """A local, read-only file with the artifact's bytes; its size was checked.
+    def get(self, ref: StoreRef, *, verified: bool = False) -> Path:
+        """A local, read-only file with the artifact's bytes. Its size was checked, and its hash if it came from afar.
+
+        Args:
+            verified: Hash the bytes of that file now.
 
         Raises:
             StorageError: there is no such artifact, or it is not whole.
         """
+        ...
+
+    def copy(self, ref: StoreRef, target: Path) -> None:
+        """Write the artifact's bytes to a new file of the caller's, whose hash was checked; the same errors."""
         ...
 
     def verify(self, ref: StoreRef) -> None:
@@ -88,3 +119,58 @@ class ArtifactStore(Protocol):
             StorageError: they differ, or there is no such artifact.
         """
         ...
+
+    def artifacts(self) -> Iterator[Stored]:
+        """Every artifact, by key."""
+        ...
+
+    def remove(self, key: str) -> None:
+        """Remove an artifact; one that is not there is no error. Only `gc` may know that nobody needs it."""
+        ...
+
+    def write_document(self, name: str, data: bytes) -> None:
+        """Replace a document as a whole.
+
+        Args:
+            name: E.g. ``runs/GRPOFlow/12/published/data.json``, see `document_name`.
+        """
+        ...
+
+    def read_document(self, name: str) -> bytes | None:
+        """A document's bytes; None where there is none."""
+        ...
+
+    def documents(self, prefix: str) -> Iterator[Stored]:
+        """Documents whose name starts with `prefix`, by name."""
+        ...
+
+    def remove_document(self, name: str) -> None:
+        """Remove a document; one that is not there is no error."""
+        ...
+
+    def unfinished(self) -> Iterator[Stored]:
+        """What writers that died have left, by a name for `remove_unfinished`; it is not visible as an artifact."""
+        ...
+
+    def remove_unfinished(self, name: str) -> None:
+        """Free what one of `unfinished` holds."""
+        ...
+
+    def check_writable(self) -> None:
+        """Write, read and remove a small document, without much patience.
+
+        Raises:
+            StorageError: that does not work; the message says what to do.
+        """
+        ...
+
+
+def document_name(name: str) -> str:
+    """The name itself: pieces of letters, digits, ``_ . -`` that do not begin with a point, parted by slashes.
+
+    Raises:
+        StorageError: it is another kind of name.
+    """
+    if not _DOCUMENT.fullmatch(name):
+        raise StorageError(f"{name!r:.200} cannot name a document of a store; use letters, digits and _ . - between /")
+    return name

@@ -6,8 +6,6 @@ log-probabilities by which policy versions, how it was judged, and what it was w
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +18,7 @@ import pyarrow.parquet as pq
 from grpo_lib.algo.advantages import GroupAssessment
 from grpo_lib.errors import StorageError
 from grpo_lib.storage.refs import ArtifactStore, StoreRef
+from grpo_lib.storage.tables import table_digest
 from grpo_lib.types import (
     Completion,
     FinishReason,
@@ -33,7 +32,7 @@ from grpo_lib.types import (
     VersionSpan,
 )
 
-FORMAT = "1"
+FORMAT = "2"
 
 
 def _required(name: str, kind: pa.DataType) -> pa.Field:
@@ -53,9 +52,9 @@ SCHEMA = pa.schema(
         _required("verifier", pa.string()),
         _required("answer", pa.string()),
         _required("prompt_text", pa.string()),
-        _required("prompt_token_ids", _list(pa.int64())),
+        _required("prompt_token_ids", _list(pa.int32())),
         _required("request_id", pa.string()),
-        _required("token_ids", _list(pa.int64())),
+        _required("token_ids", _list(pa.int32())),
         _required("logprobs", _list(pa.float32())),
         _required("span_versions", _list(pa.int64())),
         _required("span_stops", _list(pa.int64())),  # a span starts where the one before it stops
@@ -97,10 +96,9 @@ def write_rollouts(
     Raises:
         StorageError: the store cannot take them.
     """
-    rows = _rows(groups, assessments)
-    columns = {name: [row[name] for row in rows] for name in SCHEMA.names}
-    metadata = {"format": FORMAT, "step": str(step), "content_digest": _digest(rows)}
-    return store.put_table(pa.Table.from_pydict(columns, schema=SCHEMA.with_metadata(metadata)))
+    table = _table(groups, assessments)
+    metadata = {"format": FORMAT, "step": str(step), "content_digest": table_digest(table, leave_out=_TIMINGS)}
+    return store.put_table(table.replace_schema_metadata(metadata))
 
 
 def read_rollouts(store: ArtifactStore, ref: StoreRef) -> StoredRollouts:
@@ -109,8 +107,7 @@ def read_rollouts(store: ArtifactStore, ref: StoreRef) -> StoredRollouts:
     Raises:
         StorageError: the file is missing or damaged, or is no rollout table of this format.
     """
-    store.verify(ref)
-    path = store.get(ref)
+    path = store.get(ref, verified=True)
     try:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
@@ -118,12 +115,12 @@ def read_rollouts(store: ArtifactStore, ref: StoreRef) -> StoredRollouts:
     metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
     if metadata.get("format") != FORMAT or not table.schema.equals(SCHEMA):
         raise StorageError(f"artifact {path} is not a rollout table of format {FORMAT}")
-    columns = {name: _values(table.column(name)) for name in SCHEMA.names}
-    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    digest = _digest(rows)
+    digest = table_digest(table, leave_out=_TIMINGS)
     if digest != metadata["content_digest"]:
         written = metadata["content_digest"]
         raise StorageError(f"artifact {path} was written with content {written} and reads as {digest}")
+    columns = {name: _values(table.column(name)) for name in SCHEMA.names}
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     by_group: dict[str, list[_Row]] = {}
     for row in rows:
         by_group.setdefault(row["group_id"], []).append(row)
@@ -137,19 +134,7 @@ def read_rollouts(store: ArtifactStore, ref: StoreRef) -> StoredRollouts:
 
 def content_digest(groups: Sequence[RolloutGroup], assessments: Sequence[GroupAssessment]) -> str:
     """sha256 over everything but timings: equal for two runs that sampled and judged the same, bit for bit."""
-    return _digest(_rows(groups, assessments))
-
-
-def _digest(rows: Sequence[_Row]) -> str:
-    digest = hashlib.sha256()
-    for row in rows:
-        arrays = {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
-        scalars = {name: row[name] for name in row if name not in arrays and name not in _TIMINGS}
-        scalars |= {f"len({name})": len(array) for name, array in arrays.items()}
-        digest.update(json.dumps(scalars, sort_keys=True).encode())
-        for name in sorted(arrays):
-            digest.update(arrays[name].astype(arrays[name].dtype.newbyteorder("<"), copy=False).tobytes())
-    return digest.hexdigest()
+    return table_digest(_table(groups, assessments), leave_out=_TIMINGS)
 
 
 def _values(column: pa.ChunkedArray) -> list[Any]:
@@ -163,20 +148,52 @@ def _values(column: pa.ChunkedArray) -> list[Any]:
     ]
 
 
-def _rows(groups: Sequence[RolloutGroup], assessments: Sequence[GroupAssessment]) -> list[_Row]:
+def _table(groups: Sequence[RolloutGroup], assessments: Sequence[GroupAssessment]) -> pa.Table:
     if len(groups) != len(assessments) or len({group.group_id for group in groups}) != len(groups):
         raise ValueError(
             f"{len(groups)} rollout groups with {len({group.group_id for group in groups})} ids and "
             f"{len(assessments)} assessments; each group has its own"
         )
-    return [
-        _row(group, rollout, assessment)
+    members = [
+        (group, rollout, assessment)
         for group, assessment in zip(groups, assessments, strict=True)
         for rollout in group.rollouts
     ]
+    rows = [_row(*member) for member in members]
+    lists = _lists([rollout.completion for _, rollout, _ in members], groups)
+    columns = [
+        lists[field.name] if field.name in lists else pa.array([row[field.name] for row in rows], field.type)
+        for field in SCHEMA
+    ]
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+def _lists(completions: Sequence[Completion], groups: Sequence[RolloutGroup]) -> dict[str, pa.ListArray]:
+    """The columns of lists, without a Python object per token. A value that a column's type does not hold raises."""
+    prompts = [ids for group in groups for ids in [np.array(group.prompt.token_ids, np.int64)] * len(group.rollouts)]
+    spans = [span for completion in completions for span in completion.version_spans]
+    lengths = [len(completion.token_ids) for completion in completions]
+    num_spans = [len(completion.version_spans) for completion in completions]
+    none = [np.array([], np.int64)]
+    values = {
+        "prompt_token_ids": ([len(ids) for ids in prompts], np.concatenate(prompts or none)),
+        "token_ids": (lengths, np.concatenate([completion.token_ids for completion in completions] or none)),
+        "logprobs": (lengths, np.concatenate([completion.logprobs for completion in completions] or none)),
+        "span_versions": (num_spans, np.array([span.version for span in spans], np.int64)),
+        "span_stops": (num_spans, np.array([span.stop for span in spans], np.int64)),
+    }
+    return {
+        name: pa.ListArray.from_arrays(
+            pa.array(np.cumsum([0, *sizes]), pa.int32()),
+            pa.array(flat).cast(SCHEMA.field(name).type.value_type),
+            type=SCHEMA.field(name).type,
+        )
+        for name, (sizes, flat) in values.items()
+    }
 
 
 def _row(group: RolloutGroup, rollout: Rollout, assessment: GroupAssessment) -> _Row:
+    """All of a sample but its lists."""
     prompt, completion, verdict = group.prompt, rollout.completion, rollout.verdict
     return {
         "group_id": group.group_id,
@@ -186,12 +203,7 @@ def _row(group: RolloutGroup, rollout: Rollout, assessment: GroupAssessment) -> 
         "verifier": prompt.verifier,
         "answer": prompt.answer,
         "prompt_text": prompt.text,
-        "prompt_token_ids": np.array(prompt.token_ids, dtype=np.int64),
         "request_id": completion.request_id,
-        "token_ids": completion.token_ids,
-        "logprobs": completion.logprobs,
-        "span_versions": np.array([span.version for span in completion.version_spans], dtype=np.int64),
-        "span_stops": np.array([span.stop for span in completion.version_spans], dtype=np.int64),
         "finish_reason": completion.finish_reason.value,
         "seed": completion.seed,
         "latency_s": float(completion.latency_s),
@@ -230,7 +242,7 @@ def _rollout(row: _Row) -> Rollout:
         sample_index=row["sample_index"],
         completion=Completion(
             request_id=row["request_id"],
-            token_ids=row["token_ids"],
+            token_ids=row["token_ids"].astype(np.int64),
             logprobs=row["logprobs"],
             version_spans=tuple(VersionSpan(version=version, start=start, stop=stop) for version, start, stop in spans),
             finish_reason=FinishReason(row["finish_reason"]),

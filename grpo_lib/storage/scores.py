@@ -43,8 +43,7 @@ def read_scores(store: ArtifactStore, ref: StoreRef) -> dict[str, np.ndarray]:
     Raises:
         StorageError: the file is missing or damaged, or is no table of scores.
     """
-    store.verify(ref)
-    path = store.get(ref)
+    path = store.get(ref, verified=True)
     try:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:

@@ -14,27 +14,26 @@ import torch
 
 from grpo_lib.config import TrainerConfig
 from grpo_lib.interfaces import PolicyLoss
+from grpo_lib.trainers.checkpoint_folder import Snapshot, StateCopier, load_checkpoint
 from grpo_lib.trainers.document_probe import check_documents_stay_apart
 from grpo_lib.trainers.gradient_pass import accumulate_gradients
 from grpo_lib.trainers.hf_checkpoint import HfFolder
-from grpo_lib.trainers.hf_deepspeed_checkpoint import load_checkpoint, save_checkpoint
 from grpo_lib.trainers.hf_deepspeed_engine import DeepSpeedRuntime
 from grpo_lib.trainers.hf_deepspeed_model import build_model, check_folder
 from grpo_lib.trainers.hf_deepspeed_optim import ZeroAdamW, build_adamw
 from grpo_lib.trainers.hf_deepspeed_state import (
-    Part,
     PartitionedState,
     ReplicatedState,
     ShardedState,
     Stage3State,
     gather,
-    load_part,
     partitioned_part,
 )
 from grpo_lib.trainers.joined_documents import ROW_MULTIPLE, JoinedDocuments, WantedLabels, copied_to
 from grpo_lib.trainers.labels import document_starts, successor_labels, trained_labels
 from grpo_lib.trainers.output_head import HeadOptions
 from grpo_lib.trainers.rank_group import ensure_group
+from grpo_lib.trainers.state_parts import Part, load_part
 from grpo_lib.trainers.varlen_attention import document_kernel
 from grpo_lib.trainers.whole_model import in_buckets
 from grpo_lib.types import TRAINING_STATE, Bucket, PackedBatch, StateKind, StepMetrics, WeightEntry, WeightManifest
@@ -84,6 +83,7 @@ class HfDeepSpeedTrainer:
         self._device, self._dtype = torch.device(device), getattr(torch, dtype)
         self._folder = HfFolder(model_path)
         ensure_group(self._device, rank, world_size)
+        self._copier = StateCopier(self._device)
         self._runtime = DeepSpeedRuntime(config, device=self._device, dtype=self._dtype)
         kernel = document_kernel(self._device, self._dtype)
         self._is_joined = kernel is not None
@@ -166,14 +166,14 @@ class HfDeepSpeedTrainer:
         """
         return in_buckets(self._gathered(), self._config.bucket_mib << 20)
 
-    def save(self, path: Path) -> None:
+    def snapshot(self) -> Snapshot:
         """Weights, moments, RNG and version; the schedule is a function of the version."""
         kinds = TRAINING_STATE if self._optimizer else (StateKind.WEIGHT,)
         parts = {(kind, name): self._state.own(kind, name) for kind in kinds for name in self._parameters}
-        save_checkpoint(path, parts=parts, shapes=self._shapes, policy_version=self.policy_version)
+        return self._copier.snapshot(parts, self._shapes, policy_version=self.policy_version)
 
     def load(self, path: Path) -> None:
-        """The inverse of `save`, for any number of ranks and any ZeRO stage.
+        """Continue from a checkpoint of any number of ranks, any ZeRO stage and any backend.
 
         Raises:
             DataError: the checkpoint is incomplete or of another model.

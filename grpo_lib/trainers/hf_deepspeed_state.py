@@ -6,31 +6,17 @@ concatenation of all parameters, stage 3 each parameter. Parts share memory with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from grpo_lib.trainers.hf_deepspeed_engine import DeepSpeedRuntime
+from grpo_lib.trainers.state_parts import Part
 from grpo_lib.types import StateKind
 
 _NO_GRADIENT = "no gradient outside of forward_backward … optim_step"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Part:
-    """Elements [start, start + numel) of a flattened parameter, without gradient history, writable in place."""
-
-    start: int
-    values: torch.Tensor  # [numel]
-
-    def own(self, rank: int, num_ranks: int) -> Part:
-        """The share of a replicated part that this rank speaks for, so that all ranks' shares add up to it once."""
-        size = -(-self.values.numel() // num_ranks)
-        first = min(rank * size, self.values.numel())
-        return Part(start=self.start + first, values=self.values[first : first + size])
 
 
 class ShardedState(Protocol):
@@ -58,6 +44,7 @@ class ReplicatedState:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], adamw: torch.optim.AdamW | None) -> None:
         self._parameters, self._adamw = parameters, adamw
+        self._order = {name: number for number, name in enumerate(parameters)}
         self.masters: list[torch.Tensor] = list(parameters.values())
 
     def held(self, kind: StateKind, name: str) -> Part:
@@ -73,7 +60,11 @@ class ReplicatedState:
         return Part(start=0, values=values.view(-1))
 
     def own(self, kind: StateKind, name: str) -> Part:
-        return self.held(kind, name).own(dist.get_rank(), dist.get_world_size())
+        """Whole parameters, dealt out to the ranks: a copy of one then copies no other rank's memory."""
+        held = self.held(kind, name)
+        if self._order[name] % dist.get_world_size() == dist.get_rank():
+            return held
+        return Part(start=0, values=torch.empty_like(held.values[:0]))
 
     def publish(self) -> None:
         """The masters are the model's parameters."""
@@ -182,9 +173,3 @@ def gather(part: Part, shape: tuple[int, ...]) -> torch.Tensor:
     full.view(-1)[part.start : part.start + part.values.numel()] = part.values
     dist.all_reduce(full.view(torch.int32))
     return full
-
-
-def load_part(part: Part, read: Callable[[int, int], torch.Tensor]) -> None:
-    """Fill a part with `read(start, stop)` of the flattened tensor."""
-    if part.values.numel():
-        part.values.copy_(read(part.start, part.start + part.values.numel()))

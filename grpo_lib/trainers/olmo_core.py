@@ -1,4 +1,4 @@
-"""The OLMo-core trainer: one rank with OLMo-core's model, sharding, optimiser and checkpoints.
+"""The OLMo-core trainer: one rank with OLMo-core's model, sharding and optimiser.
 
 OLMo-core's own Trainer is not used: its optimiser step needs an attached Trainer that owns the loop, and the loop
 here is the project's. Whether tensors are sharded or whole is the business of `olmo_core_weights` alone.
@@ -14,17 +14,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_lib.config import TrainerConfig
 from grpo_lib.interfaces import PolicyLoss
+from grpo_lib.trainers.checkpoint_folder import Snapshot, StateCopier, load_checkpoint
 from grpo_lib.trainers.document_probe import check_documents_stay_apart
 from grpo_lib.trainers.gradient_pass import accumulate_gradients
 from grpo_lib.trainers.hf_checkpoint import HfFolder
 from grpo_lib.trainers.joined_documents import ROW_MULTIPLE, JoinedDocuments, WantedLabels, copied_to
 from grpo_lib.trainers.labels import successor_labels, trained_labels
 from grpo_lib.trainers.measured_adamw import local_tensor
-from grpo_lib.trainers.olmo_core_checkpoint import load_checkpoint, save_checkpoint
 from grpo_lib.trainers.olmo_core_model import NameMap, build_weights
 from grpo_lib.trainers.olmo_core_optim import SteppedAdamW
 from grpo_lib.trainers.output_head import HeadOptions
 from grpo_lib.trainers.rank_group import ensure_group
+from grpo_lib.trainers.state_parts import Part, load_part
 from grpo_lib.trainers.whole_model import in_buckets
 from grpo_lib.types import TRAINING_STATE, Bucket, PackedBatch, StateKind, StepMetrics, WeightEntry, WeightManifest
 
@@ -71,6 +72,7 @@ class OlmoCoreTrainer:
         self._device, self._dtype_name = torch.device(device), dtype
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._folder = HfFolder(model_path)
+        self._copier = StateCopier(self._device)
         self._names = NameMap(self._folder.config)
         ensure_group(self._device, rank, world_size)
         self._weights = build_weights(
@@ -159,20 +161,23 @@ class OlmoCoreTrainer:
         """
         return in_buckets(self._gathered(), self._config.bucket_mib << 20)
 
-    def save(self, path: Path) -> None:
-        """Weights, optimiser, RNG and version; the schedule is a function of the version."""
-        optimizer = self._optimizer.adamw if self._optimizer else None
-        save_checkpoint(path, model=self._masters, optimizer=optimizer, policy_version=self.policy_version)
+    def snapshot(self) -> Snapshot:
+        """Weights, moments, RNG and version; the schedule is a function of the version."""
+        shapes = {entry.name: entry.shape for entry in self._manifest.entries}
+        return self._copier.snapshot(self._parts(), shapes, policy_version=self.policy_version)
 
+    @torch.no_grad()
     def load(self, path: Path) -> None:
-        """The inverse of `save`, for any number of ranks.
+        """Continue from a checkpoint of any number of ranks and any backend.
 
         Raises:
             DataError: the checkpoint is incomplete or of another model.
         """
-        optimizer = self._optimizer.adamw if self._optimizer else None
-        self.policy_version = load_checkpoint(path, model=self._masters, optimizer=optimizer)
+        shapes = {entry.name: entry.shape for entry in self._manifest.entries}
+        self.policy_version = load_checkpoint(path, parts=self._parts(), shapes=shapes)
         self._weights.publish()
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
 
     def local_numel(self) -> dict[str, tuple[str, int]]:
         """Hugging Face name → (own name, elements of this rank's shard)."""
@@ -194,8 +199,9 @@ class OlmoCoreTrainer:
         """Keep this rank's rows of each full tensor; see `InspectableTrainer.load_state`."""
         assert kind in TRAINING_STATE, kind
         for name, master in self._masters.named_parameters():
-            full = read(self._names.hf(name))
-            self._weights.fill(self._state(kind, master), lambda start, stop, full=full: full[start:stop])
+            flat = read(self._names.hf(name)).flatten()
+            part = self._weights.part(self._state(kind, master))
+            load_part(part, lambda start, stop, flat=flat: flat[start:stop])
         self._weights.publish()
         if self._optimizer is not None:
             self._optimizer.zero_grad()
@@ -269,6 +275,14 @@ class OlmoCoreTrainer:
             return master.grad
         assert self._optimizer is not None, "a frozen trainer has no optimiser state"
         return self._optimizer.adamw.state[master][kind.value]
+
+    def _parts(self) -> dict[tuple[StateKind, str], Part]:
+        kinds = TRAINING_STATE if self._optimizer else (StateKind.WEIGHT,)
+        return {
+            (kind, self._names.hf(name)): self._weights.part(self._state(kind, master))
+            for kind in kinds
+            for name, master in self._masters.named_parameters()
+        }
 
     def _plan_manifest(self) -> WeightManifest:
         shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}

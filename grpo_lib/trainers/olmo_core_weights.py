@@ -10,6 +10,7 @@ checkpoints and dumps see, gradients included. They are one module unless one ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grpo_lib.trainers.measured_adamw import local_tensor
+from grpo_lib.trainers.state_parts import Part
 
 
 class Weights(Protocol):
@@ -47,6 +49,10 @@ class Weights(Protocol):
 
     def fill(self, tensor: torch.Tensor, read_rows: Callable[[int, int], torch.Tensor]) -> None:
         """This rank's rows [start, stop) of a master or a moment."""
+        ...
+
+    def part(self, tensor: torch.Tensor) -> Part:
+        """This rank's share of a master or a moment."""
         ...
 
     def publish(self) -> None:
@@ -98,6 +104,10 @@ class ShardedWeights:
         start, stop = shard_rows(tensor.shape[0], self._mesh.size(), self._mesh.get_local_rank())
         local_tensor(tensor).copy_(read_rows(start, stop))
 
+    def part(self, tensor: torch.Tensor) -> Part:
+        row, _ = shard_rows(tensor.shape[0], self._mesh.size(), self._mesh.get_local_rank())
+        return Part(start=row * math.prod(tensor.shape[1:]), values=local_tensor(tensor.detach()).view(-1))
+
     def publish(self) -> None:
         """Every gather casts the shards anew."""
 
@@ -143,6 +153,9 @@ class WholeWeights:
     @torch.no_grad()
     def fill(self, tensor: torch.Tensor, read_rows: Callable[[int, int], torch.Tensor]) -> None:
         tensor.copy_(read_rows(0, tensor.shape[0]))
+
+    def part(self, tensor: torch.Tensor) -> Part:
+        return Part(start=0, values=tensor.detach().view(-1))
 
     @torch.no_grad()
     def publish(self) -> None:

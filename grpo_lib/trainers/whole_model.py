@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from grpo_lib.algo.checksum import tensor_checksum
-from grpo_lib.data.files import storage_errors
+from grpo_lib.data.files import storage_errors, whole_folder
 from grpo_lib.errors import DataError
 from grpo_lib.interfaces import InspectableTrainer, TrainerBackend
 from grpo_lib.trainers.hf_checkpoint import HfFolder, HfFolderWriter
@@ -37,23 +38,27 @@ def in_buckets(tensors: Iterable[tuple[str, torch.Tensor]], limit_bytes: int) ->
 
 
 def export_hf(trainer: TrainerBackend, path: Path, *, source: Path, dtype: str) -> None:
-    """Rank 0 writes a folder that `transformers` and vLLM load.
+    """Rank 0 writes a folder that `transformers` and vLLM load; it is complete or absent.
 
     Args:
         source: The base model's folder, whose config and tokenizer go along.
         dtype: Name of the dtype that `named_weights` yields.
 
     Raises:
-        StorageError: the folder cannot be written.
+        StorageError: the folder cannot be written, or it holds something already.
     """
     manifest = trainer.manifest()
-    writer = HfFolderWriter(path, source=source, manifest=manifest, dtype=dtype) if dist.get_rank() == 0 else None
-    for bucket in trainer.named_weights():
-        for name, tensor in bucket.tensors:
-            if writer is not None:
-                writer.add(name, tensor)
-    if writer is not None:
-        writer.close(manifest)
+    with ExitStack() as stack:
+        writer = None
+        if dist.get_rank() == 0:
+            scratch = stack.enter_context(whole_folder(path, setting=_SETTING))
+            writer = HfFolderWriter(scratch, source=source, manifest=manifest, dtype=dtype)
+        for bucket in trainer.named_weights():
+            for name, tensor in bucket.tensors:
+                if writer is not None:
+                    writer.add(name, tensor)
+        if writer is not None:
+            writer.close(manifest)
     dist.barrier()
 
 

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import psutil
 import torch
 
+from grpo_lib.trainers.checkpoint_folder import Snapshot, WriteBehind
 from grpo_lib.types import (
     Completion,
     FinishReason,
@@ -23,6 +25,7 @@ from grpo_lib.types import (
     StepMetrics,
     VersionSpan,
     WeightReceipt,
+    WrittenFile,
 )
 
 
@@ -64,6 +67,20 @@ class Rank:
         self.index, self.policy_version = index, version
         self.drifts = False
         self.journal: list[str] = []
+        self._numel = 16
+        self._writer = WriteBehind()
+
+    def grow(self, numel: int) -> None:
+        """Have that many numbers to save from now on."""
+        self._numel = numel
+
+    def begin_save(self, path: Path) -> None:
+        tensors = {"weight/w": torch.full((self._numel,), float(self.policy_version))}
+        header = {"policy_version": str(self.policy_version)}
+        self._writer.begin(path, partial(Snapshot, rank=self.index, tensors=tensors, header=header))
+
+    def written(self, *, wait: bool) -> WrittenFile | None:
+        return self._writer.written(wait=wait)
 
     def forward_backward(self, micro_batches: Sequence[PackedBatch], *, loss_denominator: float) -> StepMetrics:
         tokens = float(sum(batch.num_trained_tokens for batch in micro_batches))

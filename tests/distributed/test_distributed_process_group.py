@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from grpo_lib.distributed.process_group import Rendezvous, free_port, init_ranks
+from grpo_lib.distributed.process_group import Rendezvous, free_port, host_store, init_ranks
 from grpo_lib.errors import DeadlineExceeded, GrpoError, RankFailure
 from tests.distributed.gloo_ranks import RankPool
 
@@ -128,3 +128,15 @@ def test_a_stranger_on_the_port_does_not_hold_a_rank_for_ever() -> None:
         with pytest.raises(DeadlineExceeded, match=r"ranks \[0\] of 2") as caught:
             Rendezvous(rank=1, world_size=2, address=LOCAL, port=stranger.getsockname()[1], timeout_s=0.5)
     assert "is not our store" in str(caught.value.__cause__)
+
+
+def test_a_hosted_store_keeps_its_port_until_the_others_come() -> None:
+    """A port that was only found free may be somebody else's by the time that it is bound."""
+    store = host_store(LOCAL, 2, timeout_s=10)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((LOCAL, store.port))
+    first = Rendezvous(rank=0, world_size=2, address=LOCAL, port=store.port, timeout_s=10, store=store)
+    second = Rendezvous(rank=1, world_size=2, address=LOCAL, port=store.port, timeout_s=10)
+    with ThreadPoolExecutor(2) as threads:
+        for meeting in [threads.submit(rank.barrier, "start", deadline_s=10) for rank in (first, second)]:
+            meeting.result()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -13,17 +16,22 @@ import psutil
 import pytest
 import ray
 import torch
+from safetensors.torch import load_file
 
-from grpo_lib.config import DeadlinesConfig, RuntimeConfig
+from grpo_lib.config import DeadlinesConfig, LoopConfig, RuntimeConfig
 from grpo_lib.errors import DeadlineExceeded, PreflightError, RankFailure, StalenessError
 from grpo_lib.ray_runtime.actor_group import ActorGroup
 from grpo_lib.ray_runtime.cluster import local_cluster
 from grpo_lib.ray_runtime.engine_group import EngineGroup, engine_actors
 from grpo_lib.ray_runtime.trainer_group import RayTrainerGroup
-from grpo_lib.types import GenerationRequest, PackedBatch, SamplingParams, StepPlan
+from grpo_lib.stages.checkpoints import CheckpointState, CheckpointWriter, newest_complete
+from grpo_lib.stages.run_paths import RunPaths
+from grpo_lib.types import GenerationRequest, PackedBatch, SamplingParams, StepPlan, WrittenFile
 from tests.distributed.ray_members import Engine, Member, Rank, broken_factory
+from tests.unit.fakes import FakeTrainer
 
 WAIT = {"deadline_s": 60.0, "setting": "deadlines.train_s"}
+BIG = 32 << 20  # numbers that take a good part of a second to write
 STALE_ADDRESS = "10.255.255.1:6379"  # a cluster that was killed: nobody answers there
 
 
@@ -226,6 +234,117 @@ def test_ranks_that_drift_apart_are_noticed(trainer: RayTrainerGroup) -> None:
     without = RayTrainerGroup(trainer._group, name="test", deadlines=DEADLINES, has_reference=False)
     with pytest.raises(ValueError, match="no reference policy"):
         without.logprobs(plan((1,), (2,)), reference=True)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_state(step: int) -> CheckpointState:
+    return CheckpointState(run_id="r", steps_done=step, empty_steps=0, policy_version=step, prompts={})
+
+
+def test_ranks_write_behind_the_next_step(trainer: RayTrainerGroup, tmp_path: Path) -> None:
+    paths = RunPaths(run_id="r", run=tmp_path, store=str(tmp_path / "store"))
+    trainer.load(Path("checkpoints/7"))
+    writer = CheckpointWriter(paths, trainer, loop=LoopConfig())
+    writer.begin(checkpoint_state(1))
+    trainer.optim_step()
+    writer.recorded(1)
+    writer.finish()
+    writer.close()
+    point = newest_complete(paths)
+    assert point is not None
+    assert sorted(file.name for file in point.path.iterdir()) == [
+        "loop.json", "manifest.json", "rank0.safetensors", "rank1.safetensors",
+    ]  # fmt: skip
+    for rank in range(2):
+        assert load_file(point.path / f"rank{rank}.safetensors")["weight/w"].tolist() == [7.0] * 16
+
+
+def test_a_rank_that_is_killed_while_it_writes_costs_that_checkpoint_only(
+    cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = RunPaths(run_id="r", run=tmp_path, store=str(tmp_path / "store"))
+    group = ActorGroup("trainer rank", [partial(Rank, i, 0) for i in range(2)], num_cpus=0.5)
+    group.start(deadline_s=120.0, setting="deadlines.ranks_start_s")
+    trainer = RayTrainerGroup(group, name="test", deadlines=DEADLINES, has_reference=False)
+    writer = CheckpointWriter(paths, trainer, loop=LoopConfig())
+    writer.begin(checkpoint_state(1))
+    writer.recorded(1)
+    group.call_one(1, "grow", BIG, **WAIT)
+    writer.begin(checkpoint_state(2))
+    (partial_folder,) = paths.checkpoints.glob(".partial-*")
+    file = partial_folder / "rank1.safetensors"
+    while not file.exists():
+        time.sleep(0.001)
+    os.kill(group.processes["trainer rank 1"], signal.SIGKILL)
+    assert (partial_folder / "rank0.safetensors").exists(), "the other rank's part is whole"
+    with pytest.raises(RankFailure, match="trainer rank 1: written: MemberDied: the process died"):
+        complete(writer, 2)
+    writer.close()
+    assert [path.name for path in paths.checkpoints.iterdir()] == ["step-000001"]
+    with caplog.at_level(logging.WARNING):
+        point = newest_complete(paths)
+    assert point is not None
+    assert point.state.steps_done == 1
+    assert not caplog.text, "nothing is damaged: the half-written one was never visible"
+    trainer.close()
+
+
+def test_a_driver_that_is_killed_leaves_nothing_that_counts(tmp_path: Path) -> None:
+    """With its ranks still writing; the next attempt removes what they left."""
+    code = (
+        "import sys; from pathlib import Path; from tests.distributed.test_ray_groups import killed_driver; "
+        "killed_driver(Path(sys.argv[1]))"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    paths = RunPaths(run_id="r", run=tmp_path, store=str(tmp_path / "store"))
+    deadline = time.monotonic() + 60.0
+    while not list(paths.checkpoints.glob(".partial-step-000002-*/rank0.safetensors")):
+        assert driver.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    driver.kill()
+    driver.wait()
+    (left,) = paths.checkpoints.glob(".partial-*")
+    assert not (left / "manifest.json").exists()
+    point = newest_complete(paths)
+    assert point is not None
+    assert point.state.steps_done == 1
+    CheckpointWriter(paths, FakeTrainer([]), loop=LoopConfig()).close()
+    assert [path.name for path in paths.checkpoints.iterdir()] == ["step-000001"]
+
+
+class OneRank(FakeTrainer):
+    """`TrainerGroup` whose one rank is in the driver's process."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.rank = Rank(0, 0)
+
+    def begin_save(self, path: Path) -> None:
+        self.rank.begin_save(path)
+
+    def written(self, *, wait: bool, deadline_s: float | None = None) -> tuple[WrittenFile, ...] | None:
+        file = self.rank.written(wait=wait)
+        return None if file is None else (file,)
+
+
+def killed_driver(folder: Path) -> None:
+    """In a process of its own: one checkpoint, and another that takes its time."""
+    paths = RunPaths(run_id="r", run=folder, store=str(folder / "store"))
+    trainer = OneRank()
+    writer = CheckpointWriter(paths, trainer, loop=LoopConfig())
+    writer.begin(checkpoint_state(1))
+    complete(writer, 1)
+    trainer.rank.grow(BIG)
+    writer.begin(checkpoint_state(2))
+    complete(writer, 2)
+
+
+def complete(writer: CheckpointWriter, step: int) -> None:
+    writer.recorded(step)
+    writer.finish()
 
 
 # -- engine group ------------------------------------------------------------------------------------------------------

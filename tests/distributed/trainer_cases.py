@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from grpo_lib.algo.losses import build_loss
 from grpo_lib.algo.packing import pack, plan_step, unpack_tokens
@@ -188,6 +189,13 @@ def padding_batch(num_rows: int) -> PackedBatch:
 
 PLAN = plan_step(samples(), num_ranks=2, pack_length=PACK_LENGTH, micro_batch_packs=1)
 ONE_RANK_PLAN = plan_step(samples(), num_ranks=1, pack_length=PACK_LENGTH, micro_batch_packs=2)
+
+
+def save(trainer: InspectableTrainer, folder: Path) -> None:
+    """Every rank writes its part and waits for the others; collective."""
+    folder.mkdir(parents=True, exist_ok=True)
+    trainer.snapshot().write(folder)
+    dist.barrier()
 
 
 def train(trainer: InspectableTrainer, rank: int, plan: StepPlan, num_steps: int) -> list[dict[str, float]]:

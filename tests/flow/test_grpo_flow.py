@@ -19,7 +19,6 @@ import pytest
 
 from grpo_lib.data.models import resolve_model_path
 from grpo_lib.stages.recorder import read_certificates
-from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.refs import StoreRef
 from grpo_lib.storage.rollouts import read_rollouts
 from grpo_lib.timing import SPANS
@@ -152,7 +151,7 @@ def test_rollouts_are_on_policy_and_seeds_distinct(rows: list[dict[str, Any]]) -
 def test_stored_rollouts_are_what_was_trained_on(data: Any, rows: list[dict[str, Any]]) -> None:
     index = [json.loads(line) for line in Path(data.training.rollout_index).read_text().splitlines()]
     assert [entry["step"] for entry in index] == list(range(1, STEPS + 1))
-    store = LocalStore(Path(data.paths.store))
+    store = data.paths.open_store()
     entry = dict(index[6])
     entry.pop("step")
     stored = read_rollouts(store, StoreRef.from_dict(entry))

@@ -183,7 +183,7 @@ def test_a_tighter_tolerance_fails_by_name(night: FlowRun, data: Any, tmp_path: 
 
 
 def test_rollouts_of_a_finished_run_are_taken_without_a_start(night: FlowRun, data: Any, tmp_path: Path) -> None:
-    paths = RunPaths(run=tmp_path / "adopting", store=tmp_path / "store")
+    paths = RunPaths(run_id="GRPOFlow/1", run=tmp_path / "adopting", store=str(tmp_path / "store"))
     adopted = frozen_rollouts.adopt(data.config, paths, source=data.frozen.run)
     assert adopted.digest == data.frozen.digest
     assert adopted.engine_score == data.frozen.engine_score

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.flow.conftest import ROOT, flow_command
+from tests.s3_service import aws_environment, s3_service
 
 PROFILES = ROOT / "flows" / "profiles"
 
@@ -18,25 +19,17 @@ PROFILES = ROOT / "flows" / "profiles"
 def s3() -> Iterator[dict[str, str]]:
     """Variables that point Metaflow at an S3 emulator with one bucket."""
     import boto3
-    from moto.server import ThreadedMotoServer
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    try:
-        endpoint = "http://{}:{}".format(*server.get_host_and_port())
+    with s3_service() as endpoint:
         keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
         boto3.client("s3", endpoint_url=endpoint, **keys).create_bucket(Bucket="bucket")
         yield {
+            **aws_environment(endpoint),
             "METAFLOW_S3_ENDPOINT_URL": endpoint,
             "METAFLOW_DATASTORE_SYSROOT_S3": "s3://bucket/metaflow",
             "METAFLOW_DEFAULT_METADATA": "local",
             "METAFLOW_KUBERNETES_NAMESPACE": "default",
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_DEFAULT_REGION": "us-east-1",
         }
-    finally:
-        server.stop()
 
 
 def compiled(folder: Path, flow: str, profile: Path, s3: dict[str, str]) -> dict[str, Any]:

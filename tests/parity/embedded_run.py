@@ -98,7 +98,7 @@ def sampled_steps(trainer: ReplayTrainer, folder: Path, num_steps: int) -> list[
     """The first steps of a run from the base model, which `trainer` takes on the way."""
     from transformers import AutoModelForCausalLM
 
-    paths = RunPaths(run=folder / "run", store=folder / "store")
+    paths = RunPaths(run_id="GRPOFlow/1", run=folder / "run", store=str(folder / "store"))
     prepare_data.run(CONFIG, paths)
     tokenizer = load_tokenizer(MODEL)
     engine = HfEngine(model=AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval())

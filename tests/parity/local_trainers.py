@@ -12,7 +12,7 @@ from grpo_lib.algo.losses import build_loss
 from grpo_lib.config import RunConfig
 from grpo_lib.interfaces import InspectableTrainer
 from grpo_lib.trainers.whole_model import dump_state, restore_state
-from grpo_lib.types import StateKind, StepMetrics, StepPlan
+from grpo_lib.types import StateKind, StepMetrics, StepPlan, WrittenFile
 from tests.distributed.gloo_ranks import RankPool
 
 
@@ -49,8 +49,11 @@ class LocalTrainer:
     def restore_state(self, folder: Path) -> None:
         restore_state(self.backend, folder)
 
-    def save(self, path: Path) -> None:
-        self.backend.save(path)
+    def begin_save(self, path: Path) -> None:
+        raise NotImplementedError("replay saves nothing")
+
+    def written(self, *, wait: bool, deadline_s: float | None = None) -> tuple[WrittenFile, ...] | None:
+        raise NotImplementedError("replay saves nothing")
 
     def load(self, path: Path) -> None:
         self.backend.load(path)
@@ -108,7 +111,10 @@ class PooledTrainer:
     def restore_state(self, folder: Path) -> None:
         self._call("restore_state", folder)
 
-    def save(self, path: Path) -> None:
+    def begin_save(self, path: Path) -> None:
+        raise NotImplementedError("replay saves nothing")
+
+    def written(self, *, wait: bool, deadline_s: float | None = None) -> tuple[WrittenFile, ...] | None:
         raise NotImplementedError("replay saves nothing")
 
     def load(self, path: Path) -> None:

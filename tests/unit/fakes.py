@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from grpo_lib.types import (
     VerdictReason,
     VerdictState,
     VersionSpan,
+    WrittenFile,
 )
 
 STOP = 1
@@ -164,6 +166,9 @@ class FakeTrainer:
     masked_share: float = 0.0
     plans: list[StepPlan] = field(default_factory=list)
     denominators: list[float] = field(default_factory=list)
+    saving: tuple[Path, str] = (Path(), "")
+    is_written: bool = True  # whether a save is over when nobody waits for it
+    failure: Exception | None = None  # of a save
 
     @property
     def policy_version(self) -> int:
@@ -190,7 +195,20 @@ class FakeTrainer:
         self.journal.append("reference" if reference else "logprobs")
         return tuple(tuple(batch.rollout_logprobs - 0.5 for batch in rank) for rank in plan.micro_batches)
 
-    def save(self, path: Path) -> None: ...
+    def begin_save(self, path: Path) -> None:
+        """What a test looks for in a checkpoint: the version at this moment."""
+        self.journal.append(f"save v{self.version}")
+        self.saving = (path, f"version {self.version}")
+
+    def written(self, *, wait: bool, deadline_s: float | None = None) -> tuple[WrittenFile, ...] | None:
+        if self.failure is not None:
+            raise self.failure
+        if not (wait or self.is_written):
+            return None
+        path, content = self.saving
+        (path / "state").write_text(content)
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        return (WrittenFile(name="state", size_bytes=len(content), sha256=digest),)
 
     def load(self, path: Path) -> None: ...
 

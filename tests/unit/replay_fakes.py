@@ -173,7 +173,10 @@ class PlainTrainer:
     def hidden_states(self, plan: StepPlan) -> tuple[tuple[dict[str, torch.Tensor], ...], ...]:
         raise NotImplementedError
 
-    def save(self, path: Path) -> None:
+    def begin_save(self, path: Path) -> None:
+        raise NotImplementedError
+
+    def written(self, *, wait: bool, deadline_s: float | None = None) -> None:
         raise NotImplementedError
 
     def load(self, path: Path) -> None:

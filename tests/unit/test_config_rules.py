@@ -290,6 +290,25 @@ CASES = [
         ["parity.mean_abs (0.001)", "parity.p999_abs (1e-05)"],
         ["parity.p999_abs=1e-3", "parity.max_abs=1e-3"],
     ),
+    (
+        "kept_steps_have_checkpoints",
+        ["loop.keep_every=75"],
+        ["loop.keep_every (75)", "loop.checkpoint_every (50)"],
+        ["loop.keep_every=100"],
+    ),
+    (
+        "store_is_a_folder_or_s3",
+        ["storage.store=gs://bucket/runs"],
+        ["storage.store (gs://bucket/runs)", "s3://bucket/prefix", "AWS_ENDPOINT_URL_S3"],
+        ["storage.store=s3://bucket/runs"],
+    ),
+    (
+        "store_is_a_folder_or_s3",
+        ["storage.store=s3://Bucket_1"],
+        ["storage.store (s3://Bucket_1)", "3 to 63 lower-case"],
+        ["storage.store=s3://bucket-1/"],
+    ),
+    ("store_is_a_folder_or_s3", ["storage.store="], ["storage.store ()"], ["storage.store=folder"]),
 ]
 # Breaking these breaks a second rule about the same settings, whose message is as true.
 COMPANIONS = {

@@ -137,6 +137,9 @@ def test_disk_grows_with_kept_checkpoints_and_steps() -> None:
     assert base.checkpoint_bytes == 48_000_000_000  # fp32 weights and two moments
     more = derive(embedded("loop.keep_checkpoints=3"), QWEN_4B)
     assert more.disk_bytes - base.disk_bytes == base.checkpoint_bytes
+    every_50th = derive(embedded("loop.steps=150", "loop.checkpoint_every=50", "loop.keep_every=50"), QWEN_4B)
+    assert every_50th.num_checkpoints == base.num_checkpoints + 3 == 2 + 1 + 3
+    assert every_50th.disk_bytes - base.disk_bytes == 3 * base.checkpoint_bytes
     assert derive(embedded("loop.steps=300"), QWEN_4B).disk_bytes > base.disk_bytes
 
 

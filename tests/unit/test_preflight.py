@@ -25,6 +25,7 @@ from grpo_lib.preflight import (
     run_preflight,
     visible_gpus,
 )
+from grpo_lib.stages.store_check import store_check
 from tests.unit.test_derived import QWEN_4B, TINY
 
 GIB = 1 << 30
@@ -78,7 +79,7 @@ def card(*overrides: str) -> RunConfig:
     )  # fmt: skip
 
 
-ONE_GPU = replace(LARGE, gpus=1, gpu_memory_bytes=80 * GIB, disk_free_bytes=1000 * GIB)
+ONE_GPU = replace(LARGE, gpus=1, gpu_memory_bytes=80 * GIB, memory_available_bytes=64 * GIB, disk_free_bytes=1000 * GIB)
 
 
 def test_ranks_and_engines_must_fit_the_card_they_share(tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_ranks_and_engines_must_fit_the_card_they_share(tmp_path: Path) -> None:
 
 def test_a_sleeping_engine_makes_room_for_training_but_not_for_rollouts(tmp_path: Path) -> None:
     awake = ("trainer.pack_length=12288", "trainer.micro_batch_packs=1")
-    machine = replace(ONE_GPU, gpu_memory_bytes=141 * GIB, memory_available_bytes=64 * GIB)
+    machine = replace(ONE_GPU, gpu_memory_bytes=141 * GIB)
     assert "- GPU memory" in shortfalls(card(*awake), tmp_path, facts=QWEN_4B, machine=machine)[0]
     asleep = ("rollout.sleep_while_training=true", *awake)
     assert run_preflight(card(*asleep), QWEN_4B, root=tmp_path, machine=machine)
@@ -120,6 +121,7 @@ def test_memory_and_disk_shortfalls_of_a_large_model_come_together(tmp_path: Pat
     lines = shortfalls(embedded("rollout.kv_cache_mib=1024"), tmp_path, facts=QWEN_4B)
     assert [line.split(":")[0].strip() for line in lines] == ["- memory", "- disk"]
     assert "16.0 GiB available" in lines[0]
+    assert "44.7 GiB copy of the state that checkpoints are written from" in lines[0]
     assert "trainer.pack_length" in lines[0]
     assert "3 checkpoints of 44.7 GiB" in lines[1]
     assert "100.0 GiB free" in lines[1]
@@ -230,3 +232,28 @@ def test_a_pool_is_checked_in_place_of_this_machine() -> None:
     assert machine.memory_available_bytes == 16_384_000_000
     assert machine.disk_free_bytes == 51_200_000_000
     assert pool_machine({}).gpus == 0
+
+
+def test_a_store_that_cannot_be_reached_is_a_shortfall(s3_variables: None, tmp_path: Path) -> None:
+    config = embedded("storage.store=s3://nobody-made-it/p")
+    with pytest.raises(PreflightError, match=r"store: cannot write s3://nobody-made-it/p/checks/.* create the bucket"):
+        run_preflight(config, TINY, root=tmp_path, machine=LARGE, more=[store_check(config)])
+
+
+def test_stores_that_can_be_written(bucket: str, tmp_path: Path) -> None:
+    assert store_check(embedded(f"storage.store=s3://{bucket}/p")).detail == f"s3://{bucket}/p can be written and read"
+    assert store_check(embedded(f"storage.store={tmp_path / 'not' / 'yet'}")).ok
+    (tmp_path / "file").touch()
+    refused = store_check(embedded(f"storage.store={tmp_path / 'file' / 'store'}"))
+    assert not refused.ok
+    assert f"{tmp_path / 'file'} is not a writable folder; set storage.store" in refused.detail
+
+
+def test_steps_on_machines_of_their_own_need_a_way_to_hand_files_on(bucket: str) -> None:
+    remote = embedded(f"storage.store=s3://{bucket}/p")
+    refused = store_check(embedded(), pool={"cpu": 4})
+    assert not refused.ok
+    assert "storage.root (runs) would be another folder on each: set storage.store=s3://" in refused.detail
+    assert not store_check(remote, pool={"cpu": 4}, by_store=False).ok
+    assert store_check(remote, pool={"cpu": 4}).ok
+    assert store_check(embedded(), pool={"cpu": 4, "persistent_volume_claims": {"runs": "/runs"}}).ok

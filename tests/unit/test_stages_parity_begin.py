@@ -29,7 +29,7 @@ def stored(tmp_path: Path) -> RunPaths:
     config = resolve("embedded_addition", [f"storage.root={tmp_path}", "loop.steps=3", "seed=7"])
     paths = begin.record(begin.check(config), "GRPOFlow/1")
     lines = ({"step": step, "key": "0" * 64, "size_bytes": 1, "kind": "table"} for step in (1, 2, 3))
-    paths.store.mkdir()
+    Path(paths.store).mkdir(exist_ok=True)
     paths.rollout_index.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return paths
 
@@ -90,7 +90,7 @@ def test_what_contradicts_a_stored_run_is_named(
 
 
 def test_two_live_trainers_must_fit(tmp_path: Path) -> None:
-    pool = {"cpu": 3, "memory": 65536, "disk": 65536}
+    pool = {"cpu": 3, "memory": 65536, "disk": 65536, "persistent_volume_claims": {"runs": "/runs"}}
     assert start(tmp_path, "runtime.cpus_per_rank=0.75", pool=pool)
     with pytest.raises(PreflightError, match=r"lockstep replay keeps two trainers live: 4 ranks x 1 = 4 CPUs of 3"):
         start(tmp_path, "runtime.cpus_per_rank=1.0", pool=pool)

@@ -31,7 +31,7 @@ def sums(count: int, *more: str) -> dict[str, Any]:
 
 
 def run(config: RunConfig, folder: Path) -> prepare_data.PreparedData:
-    return prepare_data.run(config, RunPaths(run=folder / "run", store=folder / "store"))
+    return prepare_data.run(config, RunPaths(run_id="GRPOFlow/1", run=folder / "run", store=str(folder / "store")))
 
 
 def test_prompts_that_are_too_long_are_counted_and_the_rest_is_used(tmp_path: Path) -> None:

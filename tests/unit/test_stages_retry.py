@@ -12,6 +12,7 @@ import pytest
 from grpo_lib.algo.advantages import assess_group
 from grpo_lib.errors import StorageError
 from grpo_lib.loop import StepRecord
+from grpo_lib.stages.lost_steps import truncate_to
 from grpo_lib.stages.recorder import DiskRecorder
 from grpo_lib.stages.run_paths import RunPaths, clear
 from tests.unit.algo_cases import make_group, make_rollout
@@ -20,7 +21,7 @@ from tests.unit.fakes import FakeTrainer, small_config
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    return RunPaths(run=tmp_path / "run", store=tmp_path / "store")
+    return RunPaths(run_id="GRPOFlow/1", run=tmp_path / "run", store=str(tmp_path / "store"))
 
 
 def recorder(paths: RunPaths, *, steps: int = 3) -> DiskRecorder:
@@ -33,34 +34,38 @@ def record(step: int, *, seconds: float = 2.0) -> StepRecord:
 
 
 def begin_rollouts_that_cannot_be_stored(written: DiskRecorder, paths: RunPaths) -> None:
-    paths.store.write_text("a file where the store's folder belongs")
+    Path(paths.store).write_text("a file where the store's folder belongs")
     group = make_group([make_rollout(0, 1.0), make_rollout(1, 0.0)])
     written.rollouts(1, (group,), (assess_group(group, kind="centered", correct_reward=1.0),))
 
 
-def test_what_an_earlier_attempt_of_fit_left_is_gone_and_everything_else_stays(paths: RunPaths) -> None:
-    kept = [paths.data / "manifest.json", paths.shards / "trainer.json", paths.store / "objects", paths.tracking / "a"]
+def test_results_of_an_earlier_attempt_of_fit_are_gone_and_everything_else_stays(paths: RunPaths) -> None:
+    kept = [
+        *(paths.data / "manifest.json", paths.shards / "trainer.json", Path(paths.store) / "objects"),
+        *(paths.tracking / "a", paths.metrics, paths.certificates, paths.rollout_index),
+        paths.checkpoints / "step-000002" / "loop.json",
+    ]
     left = [
-        *(paths.metrics, paths.metrics.with_suffix(".parquet"), paths.certificates, paths.rollout_index),
-        *(paths.checkpoints / "step-000002" / "loop.json", paths.checkpoints / ".partial-step-000004" / "state"),
+        *(paths.metrics.with_suffix(".parquet"), paths.evaluation, paths.parity),
         paths.export / "config.json",
     ]
     for path in [*kept, *left]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("of the first attempt")
-    clear(*paths.of_fit)
+    clear(*paths.after_training)
     assert [path.exists() for path in kept] == [True] * len(kept)
-    assert sorted(path.name for path in paths.run.iterdir()) == ["data", "shards", "tracking"]
+    assert [path.exists() for path in left] == [False] * len(left)
 
 
 def test_clearing_what_is_not_there_is_fine(paths: RunPaths) -> None:
-    clear(*paths.of_fit)
+    clear(*paths.after_training)
     assert not paths.run.exists()
 
 
 def test_a_second_attempt_has_one_row_per_step(paths: RunPaths) -> None:
     for _ in range(2):
-        clear(*paths.of_fit)
+        truncate_to(paths, None)
+        clear(*paths.after_training)
         written = recorder(paths)
         for step in (1, 2):
             written.step(record(step))

@@ -1,12 +1,9 @@
 import errno
 import hashlib
 import json
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,6 +15,7 @@ from grpo_lib.errors import StorageError
 from grpo_lib.storage import local
 from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.refs import ArtifactStore, StoreKind, StoreRef
+from tests.full_disk import largest_file
 
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = bytes(range(256)) * 40
@@ -83,7 +81,7 @@ def test_damage_is_noticed_and_mended_by_storing_again(store: LocalStore, source
     assert store.put_file(source) == ref
     store.verify(ref)
     path.unlink()
-    with pytest.raises(StorageError, match=r"not in the store .*; it was removed, or storage\.root differs"):
+    with pytest.raises(StorageError, match=r"not in the store .*; it was removed, or storage\.store differs"):
         store.get(ref)
 
 
@@ -121,22 +119,9 @@ def test_what_cannot_fit_is_refused_with_the_figures(
 ) -> None:
     for module in (files, local):
         monkeypatch.setattr(module, "free_bytes", lambda path: 10_000)
-    with pytest.raises(StorageError, match=r"10,240 bytes needed, 10,000 bytes free .* point storage\.root to a disk"):
+    with pytest.raises(StorageError, match=r"10,240 bytes needed, 10,000 bytes free .* point storage\.store to a disk"):
         store.put_file(source)
     assert stored_files(tmp_path) == []
-
-
-@contextmanager
-def largest_file(limit: int) -> Iterator[None]:
-    """The kernel stops every file of this process at `limit` bytes, as a full disk would."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_disk_that_fills_while_writing_leaves_nothing(store: LocalStore, source: Path, tmp_path: Path) -> None:
@@ -152,7 +137,7 @@ def test_disk_that_fills_while_writing_leaves_nothing(store: LocalStore, source:
 
 
 def test_unwritable_root(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StorageError, match=r"Not a directory; check the folder and its disk, or point storage\.root"):
+    with pytest.raises(StorageError, match=r"Not a directory; check the folder and its disk, or point storage\.store"):
         LocalStore(source / "store").put_file(source)
 
     def forbidden(*_: object, **__: object) -> None:

@@ -163,11 +163,11 @@ def test_content_digest_ignores_timings_and_nothing_else(store: LocalStore) -> N
 def test_damaged_and_foreign_files_are_refused(store: LocalStore, tmp_path: Path) -> None:
     groups, assessments = make_step(seed=2)
     ref = write_rollouts(store, step=1, groups=groups, assessments=assessments)
-    with pytest.raises(StorageError, match="not a rollout table of format 1"):
+    with pytest.raises(StorageError, match="not a rollout table of format 2"):
         read_rollouts(store, store.put_table(pa.table({"x": [1]})))
     table = pq.read_table(store.get(ref))
-    other_format = table.replace_schema_metadata({**table.schema.metadata, b"format": b"2"})
-    with pytest.raises(StorageError, match="not a rollout table of format 1"):
+    other_format = table.replace_schema_metadata({**table.schema.metadata, b"format": b"1"})
+    with pytest.raises(StorageError, match="not a rollout table of format 2"):
         read_rollouts(store, store.put_table(other_format))
     advantages = pa.array([0.0] * table.num_rows)
     edited = table.set_column(table.schema.get_field_index("advantage"), table.schema.field("advantage"), advantages)

@@ -19,7 +19,6 @@ from grpo_lib.stages import begin
 from grpo_lib.stages.recorder import DiskRecorder
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.stored_run import StoredRun, open_run, write_evaluation, write_parity, write_run
-from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.rollouts import write_rollouts
 from tests.unit.algo_cases import make_group, make_rollout
 from tests.unit.fakes import FakeEngine, FakeSync, FakeTrainer
@@ -46,7 +45,7 @@ def paths(tmp_path: Path) -> RunPaths:
         metrics = {"time/step_s": 1.0, "reward/mean": 0.5, "loss/policy": 0.0, "optim/grad_norm": 1.0}
         recorder.step(StepRecord(step=step, policy_version=step, applied=True, metrics=metrics))
     recorder.close()
-    probe = write_rollouts(LocalStore(paths.store), step=2, groups=[group], assessments=[assessment])
+    probe = write_rollouts(paths.open_store(), step=2, groups=[group], assessments=[assessment])
     write_evaluation(paths, evaluation={"after": 0.5}, probe_rollouts=probe.to_dict(), policy_version=2)
     write_parity(paths, {"verdict": "PASS", "checks": [], "tables": {}})
     return paths
@@ -72,7 +71,7 @@ def test_everything_comes_back(paths: RunPaths) -> None:
 
 def test_a_storage_root_moves_as_a_whole(paths: RunPaths, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere"
-    paths.store.parent.rename(moved)
+    Path(paths.store).parent.rename(moved)
     assert open_run(str(moved / RUN_ID)).rollouts(1).step == 1
 
 

@@ -84,3 +84,22 @@ def test_moving_cannot_invent_time() -> None:
         timer.move(5.0, source="weight_sync", target="canary")
     times = timer.finish_step()
     assert (times["weight_sync_s"], times["canary_s"], times["step_s"]) == (1.5, 0.5, 2.0)
+
+
+def test_a_listener_hears_of_a_span_before_its_work_begins_and_its_own_time_is_in_it() -> None:
+    clock = Clock()
+    heard: list[str] = []
+
+    def listen(name: str) -> None:
+        heard.append(name)
+        clock.now += 0.25
+
+    timer = StepTimer(clock, on_span=listen)
+    with timer.span("pack"):
+        assert heard == ["pack"]
+        clock.now += 1.0
+    with timer.span("optim"):
+        pass
+    assert heard == ["pack", "optim"]
+    times = timer.finish_step()
+    assert (times["pack_s"], times["optim_s"], times["other_s"]) == (1.25, 0.25, 0.0)
