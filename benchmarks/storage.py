@@ -42,7 +42,7 @@ from grpo_lib.types import (
 _PROMPTS, _SAMPLES = 64, 16  # of a step
 _PIECE_BYTES = 8 << 20
 _VOCABULARY = 150_000
-_BYTES_PER_TOKEN = 8 + 4 + 4  # id, log-probability, text
+_BYTES_PER_TOKEN = 8 + 4 + 3  # id, log-probability, text
 _TEXT = (
     "we have the sum of all terms and so it is equal to x squared plus two times b which gives us therefore answer "
     "first second consider equation both sides let n be an integer then follows that because 12 7 144 3.5 = + - \\frac"
