@@ -1,10 +1,11 @@
 """Rollouts into the local store and back, against the plain disk: `python benchmarks/storage.py --out DIR`.
 
 Each of some writers writes a step's rollouts and verifies them. Next to that, in the same second and on the same disk,
-one file of as many bytes is written in 8 MiB pieces, flushed, read and thrown away. The ratio compares the sums of
-both, so that a disk that is slow for a while slows both. A rollout's bytes are its token ids (int64), log-probabilities
-(float32) and text as the program holds them; `stored_gb` is what of it reaches the disk. Writing is computing, so on a
-machine that is busy with something else the ratio says little. Ends with one JSON line.
+one file of as many bytes is written in 8 MiB pieces, flushed and read. Both are read from the disk, not from the page
+cache. The ratio compares the sums of both, so that a disk that is slow for a while slows both. A rollout's bytes are
+its token ids (int64), log-probabilities (float32) and text as the program holds them; `stored_gb` is what of it reaches
+the disk. Writing is computing: on a machine that is busy with something else the ratio says little. Ends with one line
+of JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from grpo_lib.types import (
 _PROMPTS, _SAMPLES = 64, 16  # of a step
 _PIECE_BYTES = 8 << 20
 _VOCABULARY = 150_000
-_BYTES_PER_TOKEN = 8 + 4 + 4  # id, log-probability, text
+_BYTES_PER_TOKEN = 8 + 4 + 3  # id, log-probability, text
 _TEXT = (
     "we have the sum of all terms and so it is equal to x squared plus two times b which gives us therefore answer "
     "first second consider equation both sides let n be an integer then follows that because 12 7 144 3.5 = + - \\frac"
@@ -83,19 +84,22 @@ def main() -> None:
     store = LocalStore(options.out / "store")
     per_step = _PROMPTS * _SAMPLES * options.tokens * _BYTES_PER_TOKEN
     rounds = max(1, round(options.gb * 1e9 / per_step / options.writers))
-    steps = _steps(rounds * options.writers, options.tokens)
+    steps = _steps((1 + rounds) * options.writers, options.tokens)
     ours_s = plain_s = peak_mb = 0.0
     payload = stored = 0
     with ThreadPoolExecutor(max_workers=options.writers) as pool:
-        for _ in range(rounds):
+        for number in range(1 + rounds):
             batch = list(itertools.islice(steps, options.writers))
             num_bytes = sum(_size(rollout) for _, groups, _ in batch for group in groups for rollout in group.rollouts)
-            plain_s += _plain(options.out / "plain", num_bytes)
+            plain = _plain(options.out / "plain", num_bytes)
             with PeakMemory() as memory:
                 started = time.perf_counter()
                 sizes = list(pool.map(lambda step: _written_and_verified(store, *step), batch))
-                ours_s += time.perf_counter() - started
-            payload, stored, peak_mb = payload + num_bytes, stored + sum(sizes), max(peak_mb, memory.over_baseline_mb)
+                ours = time.perf_counter() - started
+            peak_mb = max(peak_mb, memory.over_baseline_mb)
+            if number > 0:  # the first one touches memory that the process did not have before
+                plain_s, ours_s = plain_s + plain, ours_s + ours
+                payload, stored = payload + num_bytes, stored + sum(sizes)
     print(
         json.dumps(
             {
@@ -118,8 +122,18 @@ def _written_and_verified(
 ) -> int:
     """Bytes on the disk."""
     ref = write_rollouts(store, step=step, groups=groups, assessments=assessments)
+    _forget(store.get(ref))
     store.verify(ref)
     return ref.size_bytes
+
+
+def _forget(path: Path) -> None:
+    """Drop a flushed file from the page cache: what is read after that comes from the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def _plain(path: Path, num_bytes: int) -> float:
@@ -130,6 +144,7 @@ def _plain(path: Path, num_bytes: int) -> float:
         for left in range(num_bytes, 0, -_PIECE_BYTES):
             file.write(piece[: min(left, _PIECE_BYTES)])
     fsync(path)
+    _forget(path)
     buffer = bytearray(_PIECE_BYTES)
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):

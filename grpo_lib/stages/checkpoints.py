@@ -188,7 +188,7 @@ class CheckpointWriter:
         if self._on_visible is not None:
             self._on_visible(target)
         with storage_errors(self._paths.checkpoints, setting=_SETTING):
-            for path in _superseded(checkpoints_of(self._paths), self._loop):
+            for path in superseded(checkpoints_of(self._paths), self._loop):
                 gone = path.rename(_hidden(path))  # a removal that is interrupted must not leave half a checkpoint
                 shutil.rmtree(gone)
 
@@ -256,7 +256,7 @@ def verified(path: Path) -> ResumePoint:
     return ResumePoint(path=path, state=state)
 
 
-def _superseded(checkpoints: Sequence[Path], loop: LoopConfig) -> list[Path]:
+def superseded(checkpoints: Sequence[Path], loop: LoopConfig) -> list[Path]:
     """Those that are neither among the newest nor of a step that is kept for good."""
     old = checkpoints[: -loop.keep_checkpoints]
     return [path for path in old if not (loop.keep_every and _steps_done(path) % loop.keep_every == 0)]

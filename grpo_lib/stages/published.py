@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from grpo_lib.config import LoopConfig
 from grpo_lib.errors import StorageError
-from grpo_lib.stages.checkpoints import checkpoints_of
+from grpo_lib.stages.checkpoints import checkpoints_of, superseded
 from grpo_lib.stages.run_paths import RunPaths
 
 log = logging.getLogger(__name__)
@@ -36,15 +37,15 @@ def fetch_for_training(paths: RunPaths, *, from_shards: bool) -> None:
             log.warning("checkpoint %s cannot be fetched: %s; trying the one before", checkpoint.name, error)
 
 
-def publish_checkpoint(paths: RunPaths, checkpoint: Path, *, keep: int) -> None:
-    """Make a checkpoint available with the rows of its steps, rows first; the oldest beyond `keep` are withdrawn.
+def publish_checkpoint(paths: RunPaths, checkpoint: Path, *, loop: LoopConfig) -> None:
+    """Make a checkpoint available with the rows of its steps, rows first; those not kept any more are withdrawn.
 
     Raises:
         StorageError: the store cannot take it; those published before stay.
     """
     mirror = paths.mirror()
     mirror.publish(*paths.step_tables, checkpoint)
-    for old in mirror.published(paths.checkpoints)[:-keep]:
+    for old in superseded(mirror.published(paths.checkpoints), loop):
         mirror.withdraw(old)
 
 

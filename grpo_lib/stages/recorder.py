@@ -61,7 +61,7 @@ class DiskRecorder:
             paths,
             trainer,
             loop=config.loop,
-            on_visible=lambda path: publish_checkpoint(paths, path, keep=config.loop.keep_checkpoints),
+            on_visible=lambda path: publish_checkpoint(paths, path, loop=config.loop),
         )
         self._step_s: list[float] = []
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollouts")

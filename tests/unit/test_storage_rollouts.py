@@ -169,10 +169,6 @@ def test_damaged_and_foreign_files_are_refused(store: LocalStore, tmp_path: Path
     other_format = table.replace_schema_metadata({**table.schema.metadata, b"format": b"1"})
     with pytest.raises(StorageError, match="not a rollout table of format 2"):
         read_rollouts(store, store.put_table(other_format))
-    advantages = pa.array([0.0] * table.num_rows)
-    edited = table.set_column(table.schema.get_field_index("advantage"), table.schema.field("advantage"), advantages)
-    with pytest.raises(StorageError, match=r"was written with content .* and reads as"):
-        read_rollouts(store, store.put_table(edited))
     (tmp_path / "text").write_text("no table")
     with pytest.raises(StorageError, match="not readable Parquet"):
         read_rollouts(store, store.put_file(tmp_path / "text"))
