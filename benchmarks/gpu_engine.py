@@ -147,7 +147,7 @@ def measure(
             found = {"start_s": start_s, "product_tflops": speed}
             # Written before the rest begins: it stands whatever becomes of the process.
             result = report(config, facts, options, seconds, failed) | found
-            options.out.write_text(json.dumps(result, indent=1))
+            options.out.write_text(json.dumps(result | {"table": table(result)}, indent=1))
             products: dict[int, float] | None = attempt(
                 "products", lambda: measured_products(engine, options.sizes), failed
             )
@@ -278,11 +278,12 @@ def row_of(
     )
 
 
-def show(result: dict[str, Any]) -> None:
-    print("sequences   tokens/s (slowest … fastest)       step     of reads       of products and reads")
+def table(result: dict[str, Any]) -> str:
+    """What was measured, without the program's own output."""
+    lines = ["sequences   tokens/s (slowest … fastest)       step     of reads       of products and reads"]
     for row in result["rows"]:
         if "failed" in row:
-            print(f"{row['case']} FAILED: {row['failed']}")
+            lines.append(f"{row['case']} FAILED: {row['failed']}")
             continue
         floor = row["floor"]
         line = (
@@ -294,17 +295,21 @@ def show(result: dict[str, Any]) -> None:
                 f" {row['of_products_and_reads']:6.1%} of {floor['products_ms']:.2f}"
                 f" + {floor['keys_and_values_ms']:.2f} ms"
             )
-        print(line)
-    print(f"start {result['start_s']:.1f} s; a large product before and after: {result['product_tflops']} TFLOP/s")
-    if steps := result["probed_steps"]:
-        print(
+        lines.append(line)
+    speeds = " → ".join(f"{speed:.0f}" for speed in result["product_tflops"] if speed is not None)
+    lines.append(f"start {result['start_s']:.1f} s; a large product before and after: {speeds or 'no'} TFLOP/s")
+    if steps := result.get("probed_steps"):
+        lines.append(
             f"a step of {result['probed_sequences']} sequences: {steps['wall_ms']:.2f} ms,"
             f" of which the device works {steps['busy_ms']:.2f} ms in {steps['kernels_per_step']:.0f} kernels"
         )
-        print("  device, ms: " + ", ".join(f"{kind} {ms:.2f}" for kind, ms in steps["kind_ms"].items()))
-        print("  host, ms:   " + ", ".join(f"{part} {ms:.2f}" for part, ms in steps["host_ms"].items()))
-        for kernel in steps["longest"]:
-            print(f"  {kernel['ms']:7.3f} ms {kernel['per_step']:6.1f} x {kernel['kind']:<20} {kernel['name'][:80]}")
+        lines.append("  device, ms: " + ", ".join(f"{kind} {ms:.2f}" for kind, ms in steps["kind_ms"].items()))
+        lines.append("  host, ms:   " + ", ".join(f"{part} {ms:.2f}" for part, ms in steps["host_ms"].items()))
+        lines += [
+            f"  {kernel['ms']:7.3f} ms {kernel['per_step']:6.1f} x {kernel['kind']:<20} {kernel['name'][:80]}"
+            for kernel in steps["longest"]
+        ]
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -334,8 +339,9 @@ def main() -> int:
     )
     facts = inspect_model(options.model)
     result = measure(config, facts, engine_factory(config, options.model, policy_version=0, index=0), options)
+    result["table"] = table(result)
     options.out.write_text(json.dumps(result, indent=1))
-    show(result)
+    print(result["table"])
     return 0
 
 

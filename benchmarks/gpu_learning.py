@@ -1,12 +1,13 @@
-"""Learning curves on one GPU: recipe `smollm2_addition`, one run per seed, from prompts to held-out accuracy.
+"""Learning curves on one GPU: by default recipe `smollm2_addition`, one run per seed, from prompts to held-out accuracy.
 
     grpo get-model smollm2_135m
     python benchmarks/gpu_learning.py --out learning --seeds 1 2 3
 
 Each run is `fit` as the flow calls it, with the evaluations on its live engine: of the trained policy, then of the base
-model on the same prompts with the same seeds. Runs follow one another; with `--together` they share the card, which
-changes the seconds and nothing else. `--set` is the flow's. A run leaves its usual folder, with every metric,
-certificate and rollout of every step.
+model on the same prompts with the same seeds. Runs follow one another. With `--together` they share the card, which
+changes the seconds and nothing else: the first one starts ahead, and the others start up once it trains, so that its
+step time, printed for the steps before the others' first one, is that of a run alone on the card. `--set` is the
+flow's. A run leaves its usual folder, with every metric, certificate and rollout of every step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
     from grpo_lib.interfaces import VerifierPool
     from grpo_lib.stages.live import LiveRun
 
-RECIPE = "smollm2_addition"
 SHOWN_EVERY = 10  # steps of one point of the printed curve
+WARM_STEPS = 5  # compile and fill caches
+POLL_S = 0.2
 
 
 def run_seed(config: RunConfig, out: Path) -> dict[str, Any]:
@@ -58,6 +61,7 @@ def run_seed(config: RunConfig, out: Path) -> dict[str, Any]:
         "evaluation_s": {name: table.seconds for name, table in tables.items()},
         "spans_median_s": result.spans_median_s,
         "reward": [row["reward/mean"] for row in rows],
+        "step_s": [row["time/step_s"] for row in rows],
         "mismatch_abs_mean": [row.get("mismatch/abs_mean") for row in rows],
         "tis_clip_count": sum(int(row.get("mismatch/tis_clip_count") or 0) for row in rows),
         "trained_tokens": sum(int(row.get("batch/trained_tokens") or 0) for row in rows),
@@ -98,16 +102,37 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A process per seed: each has a Ray cluster of its own."""
     results: list[dict[str, Any]] = []
     running: list[tuple[int, subprocess.Popen[bytes]]] = []
+    alone = 0
     try:
         for seed in options.seeds:
             running.append((seed, start(seed, options)))
             if not options.together:
                 results.append(finished(*running.pop(), options))
+            elif len(running) == 1:
+                wait_for_step(*running[0], options)
+        if options.together and len(running) > 1:
+            wait_for_step(*running[1], options)
+            alone = num_steps(options.seeds[0], options)
         results += [finished(seed, process, options) for seed, process in running]
+        if alone > WARM_STEPS and "failed" not in results[0]:
+            results[0]["alone_step_s"] = statistics.median(results[0]["step_s"][WARM_STEPS:alone])
+            results[0]["alone_steps"] = alone - WARM_STEPS
     finally:
         for _, process in running:
             stop(process)
     return results
+
+
+def wait_for_step(seed: int, process: subprocess.Popen[bytes], options: argparse.Namespace) -> None:
+    """Until a run has done its first step, or has ended."""
+    deadline = time.monotonic() + options.seconds
+    while not num_steps(seed, options) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+def num_steps(seed: int, options: argparse.Namespace) -> int:
+    metrics = options.out / "runs" / f"seed-{seed}" / "metrics.jsonl"
+    return len(metrics.read_bytes().splitlines()) if metrics.is_file() else 0
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -122,6 +147,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 def start(seed: int, options: argparse.Namespace) -> subprocess.Popen[bytes]:
     command = [sys.executable, __file__, "--worker", "--seeds", str(seed), "--out", str(options.out)]
+    command += ["--recipe", options.recipe]
     command += [part for override in options.overrides for part in ("--set", override)]
     with log_of(options.out, seed).open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -162,6 +188,11 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         )
     done = [one for one in results if "failed" not in one]
     lines += [
+        f"seed {one['seed']}, {one['alone_steps']} steps alone on the card: median {one['alone_step_s']:.3f} s"
+        for one in done
+        if "alone_step_s" in one
+    ]
+    lines += [
         f"seed {one['seed']}, median s: " + ", ".join(f"{name} {s:.3f}" for name, s in one["spans_median_s"].items())
         for one in done
     ]
@@ -187,7 +218,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("gpu_learning"), help="folder of results, logs and runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--together", action="store_true", help="all seeds at once on the card")
-    parser.add_argument("--seconds", type=float, default=420, help="limit of one run")
+    parser.add_argument("--recipe", default="smollm2_addition")
+    parser.add_argument(
+        "--seconds", type=float, default=420, help="limit of all runs; of each, where one follows another"
+    )
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -196,7 +230,9 @@ def main() -> None:
     if options.worker:
         from grpo_lib.config import resolve
 
-        config = resolve(RECIPE, [f"storage.root={options.out / 'runs'}", *options.overrides], seed=options.seeds[0])
+        config = resolve(
+            options.recipe, [f"storage.root={options.out / 'runs'}", *options.overrides], seed=options.seeds[0]
+        )
         run_seed(config, result_of(options.out, options.seeds[0]))
         return
     results = run_all(options)

@@ -20,6 +20,7 @@ import psutil
 
 _HERE = Path(__file__).resolve().parent
 _SHOWN_LINES = 60
+_SHOWN_CHARS = 300  # of how a row failed
 _MARK = "GPU_BENCHMARK_PART"  # in the environment of all that a part starts, whoever its parent is by then
 _LEAST_S = 30.0  # no part is begun with less time left
 _ENDING_S = 8.0  # for what a part has started to end by itself
@@ -34,6 +35,7 @@ class Part:
 
     key: str
     name: str
+    title: str
     script: str
     needs: Literal["random", "trained"] | None
     arguments: tuple[str, ...] = ()
@@ -159,17 +161,17 @@ class Runner:
             log = started.printed("log") + started.printed("txt")
             result["rows"] = [{"case": started.part.name, "failed": ending, "log": log[-3000:]}]
         if ending.startswith("stopped") and started.output.is_file():
-            result.setdefault("rows", []).append({"case": started.part.name, "failed": ending})
+            log = started.printed("log")[-3000:]
+            result.setdefault("rows", []).append({"case": started.part.name, "failed": ending, "log": log})
         result.setdefault("table", last_lines(started.printed("txt")))
         result["command"] = shlex.join([Path(started.command[1]).name, *started.command[2:]])
         return result
 
     def _keep(self, part: Part, result: dict[str, Any]) -> None:
         self.results[part.name] = result
-        failed = "; ".join(f"{row['case']}: {row['failed']}" for row in failures(result))
-        said = f"FAILED: {failed}" if failed else "done"
+        ending = "; ".join(said(row) for row in failures(result)) or "done"
         seconds = f", {result['card_s']:.0f} s of the card" if "card_s" in result else ""
-        print(f"[{time.monotonic() - self._began:5.0f} s] {part.key} {part.name}{seconds}: {said}", flush=True)
+        print(f"[{time.monotonic() - self._began:5.0f} s] {part.key} {part.name}{seconds}: {ending}", flush=True)
         self._keep_all(self.results)
 
 
@@ -238,9 +240,20 @@ def used_mib() -> int:
 
 def failures(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Rows of a part that say how they failed."""
-    rows = [row for row in result.get("rows", ()) if "failed" in row]
+    rows = [row for row in result.get("rows", ()) if "failed" in row and not row.get("skipped")]
     named = result.get("failed") or {}
     return [*rows, *({"case": name, "failed": one["failed"]} for name, one in named.items())]
+
+
+def left_out(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Rows of a part that it had no time for."""
+    return [row for row in result.get("rows", ()) if row.get("skipped")]
+
+
+def said(row: Mapping[str, Any]) -> str:
+    """A row without numbers, in one line."""
+    why = " ".join(str(row["failed"]).split())[:_SHOWN_CHARS]
+    return f"{row['case']}: {why}" if row.get("skipped") else f"{row['case']} FAILED: {why}"
 
 
 def last_lines(text: str) -> str:

@@ -25,7 +25,8 @@ from typing import Any, cast
 
 import grpo_work
 from card import product_tflops, the_card
-from grpo_work import VERIFIER, Work, prompts_of, spelled
+from grpo_work import LEARNING_RATE, VERIFIER, Work, prompts_of, spelled
+from progress import actors_watched, say
 
 from grpo_lib import loop
 from grpo_lib.config import RunConfig, resolve
@@ -106,6 +107,7 @@ def step_config(model: Path, root: Path, phases: Sequence[Phase], overrides: Seq
         "rollout.max_num_seqs": work.num_samples,
         "rollout.stop_at": "end_of_text",
         "rollout.gpu_memory_share": 0.14,  # enough for one step; packs without recomputation take the rest
+        "trainer.learning_rate": LEARNING_RATE,
         "trainer.compile": True,
         "trainer.logprob_recompute": False,
         "loop.prompts_per_step": work.num_prompts,
@@ -132,12 +134,15 @@ def measure(
 
     def on_step(record: StepRecord) -> None:
         records.append(record)
+        say(f"step {record.step}: {record.metrics['time/step_s']:.3f} s")
         keep(phase_rows(phases, [record.metrics for record in records]))
 
     with (
+        actors_watched(),
         ProcessVerifierPool(config.verifier, verifiers={VERIFIER: grpo_work.build}) as verifiers,
         live_run(config, model_path=model, canary_prompts=prompts, stop_token_ids=(), checkpoint=None) as live,
     ):
+        say("trainer and engine are connected")
         engine = GivenLengths(live.engines, phases)
         recorder = StepRecorder(config, paths, trainer=live.trainer, on_step=on_step)
         pipeline = RolloutPipeline(
@@ -183,6 +188,10 @@ def phase_rows(phases: Sequence[Phase], metrics: Sequence[Mapping[str, float]]) 
         start += phase.warm + phase.steps
         if len(metrics) < start:
             break
+        if empty := [row for row in counted if not row["optim/applied"]]:
+            seen = {name: value for name, value in empty[0].items() if name.startswith(("group/", "reward/"))}
+            rows.append({"case": phase.name, "failed": f"{len(empty)} of {len(counted)} steps not applied: {seen}"})
+            continue
         step_s = statistics.median(row["time/step_s"] for row in counted)
         spans = {name: statistics.median(row[f"time/{name}_s"] for row in counted) for name in (*SPANS, "other")}
         response_tokens = statistics.median(row["response/tokens"] for row in counted)
@@ -214,6 +223,7 @@ def summary_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {
         f"{row['case']}_{key}": row[key]
         for row in rows
+        if "failed" not in row
         for key in ("step_s", "samples_per_s", "tokens_per_s", "other_share")
     }
 
@@ -226,6 +236,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         f"{row['case']:8} {row['step_s']:7.3f} {row['samples_per_s']:9.1f} "
         + " ".join(f"{row['spans_s'][name]:12.3f}" for name in names)
         for row in rows
+        if "failed" not in row
     ]
     return "\n".join(lines)
 

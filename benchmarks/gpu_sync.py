@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from card import product_tflops, the_card
 from grpo_work import Work, prompts_of
+from progress import actors_watched, say
 
 from grpo_lib.config import RunConfig, resolve
 from grpo_lib.data.chat import load_tokenizer
@@ -44,6 +45,7 @@ def sync_config(model: Path, root: Path, overrides: Sequence[str]) -> RunConfig:
         "rollout.max_tokens": 24,
         "rollout.stop_at": "end_of_text",
         "rollout.gpu_memory_share": 0.2,
+        "rollout.max_num_seqs": 16,  # fewer graphs to record than a run has; only the canary decodes
         "weight_sync.canary_every": 1,
         "weight_sync.canary_tolerance": 5.0,  # random weights are as sharp as trained ones, and less smooth
         "storage.root": str(root),
@@ -71,24 +73,36 @@ class DeviceCopy:
         return begun.elapsed_time(ended) / 1e3
 
 
-def measure(config: RunConfig, model: Path, rounds: int) -> dict[str, Any]:
-    """All rounds, with every number of each."""
+def measure(config: RunConfig, model: Path, rounds: int, keep: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """All rounds, with every number of each; `keep` gets what is known after each of them."""
     prompts = prompts_of(load_tokenizer(model), Work(), config.weight_sync.canary_prompts)
     started = time.perf_counter()
-    with live_run(config, model_path=model, canary_prompts=prompts, stop_token_ids=(), checkpoint=None) as live:
+    seen: list[dict[str, float]] = []
+    with (
+        actors_watched(),
+        live_run(config, model_path=model, canary_prompts=prompts, stop_token_ids=(), checkpoint=None) as live,
+    ):
         start_s = time.perf_counter() - started
-        first, _ = pushed(live.sync)
+        say("trainer and engine are connected")
+        first, timed = pushed(live.sync)
+        say(f"first push: {timed}")
+        result = {
+            "start_s": start_s,
+            "num_tensors": first.num_tensors,
+            "num_bytes": first.num_bytes,
+            "canary": None if first.canary is None else asdict(first.canary),
+            "first_transfer_s": first.transfer_s,
+            "rounds": seen,
+            "rows": [],
+        }
         copy = DeviceCopy(first.num_bytes)
-        seen = [{**pushed(live.sync)[1], "copy_s": copy()} for _ in range(_WARM + rounds)]
-    return {
-        "start_s": start_s,
-        "num_tensors": first.num_tensors,
-        "num_bytes": first.num_bytes,
-        "canary": None if first.canary is None else asdict(first.canary),
-        "first_transfer_s": first.transfer_s,
-        "rounds": seen,
-        "rows": rows_of(seen[_WARM:], first.num_bytes),
-    }
+        for _ in range(_WARM + rounds):
+            seen.append({**pushed(live.sync)[1], "copy_s": copy()})
+            say(f"round {len(seen)}: {seen[-1]}")
+            if counted := seen[_WARM:]:
+                result["rows"] = rows_of(counted, first.num_bytes)
+                keep(result)
+    return result
 
 
 def pushed(sync: CertifiedWeightSync) -> tuple[SyncCertificate, dict[str, float]]:
@@ -128,9 +142,13 @@ def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [f"{'':9} {'median s':>9} {'min':>8} {'max':>8} {'GB/s':>7}"]
-    for row in rows:
+def table(found: dict[str, Any]) -> str:
+    lines = [
+        f"{found['num_tensors']} tensors, {found['num_bytes'] / 1e9:.2f} GB; trainer and engine start in "
+        f"{found['start_s']:.0f} s; first push {found['first_transfer_s']:.3f} s; {found['rows'][0]['rounds']} rounds",
+        f"{'':9} {'median s':>9} {'min':>8} {'max':>8} {'GB/s':>7}",
+    ]
+    for row in found["rows"]:
         rate = f"{row['gb_per_s']:7.0f}" if "gb_per_s" in row else ""
         lines.append(f"{row['case']:9} {row['seconds']:9.4f} {row['min_s']:8.4f} {row['max_s']:8.4f} {rate}")
     return "\n".join(lines)
@@ -150,13 +168,18 @@ def main() -> None:
             config = sync_config(arguments.model, Path(root), arguments.set)
             result["config"] = config.model_dump(mode="json")
             result["product_tflops_before"] = product_tflops()
-            result.update(measure(config, arguments.model, arguments.rounds))
-            result["summary"] = summary_of(result["rows"])
-            result["table"] = table(result["rows"])
-            print(f"{result['num_tensors']} tensors, {result['num_bytes'] / 1e9:.2f} GB\n{result['table']}")
+
+            def keep(found: dict[str, Any]) -> None:
+                result.update(found, summary=summary_of(found["rows"]), table=table(found))
+                arguments.out.write_text(json.dumps(result))
+
+            measure(config, arguments.model, arguments.rounds, keep)
+            print(result["table"])
         except Exception as error:  # noqa: BLE001 process boundary: the failure is the row
             text = "".join(traceback.format_exception(error, limit=-8))
-            result["rows"] = [{"case": "sync", "failed": f"{type(error).__name__}: {error}"[:300], "log": text[-3000:]}]
+            result["rows"] += [
+                {"case": "sync", "failed": f"{type(error).__name__}: {error}"[:300], "log": text[-3000:]}
+            ]
             print(text, file=sys.stderr)
     arguments.out.write_text(json.dumps(result))
 

@@ -399,7 +399,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     for row in rows:
         if "failed" in row:
-            lines.append(f"{row['case']:44} FAILED: {row['failed']}")
+            lines.append(f"{row['case']:44} {'' if row.get('skipped') else 'FAILED: '}{row['failed']}")
             continue
         lines += [pack_line(row["case"], pack) for pack in row["packs"]]
         lines.append(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -37,7 +38,7 @@ from typing import Any
 
 from card import product_tflops, the_card
 from gpu_step import add_work_arguments, work_of
-from grpo_work import Work, drawn_reward, prompts_of, spelled
+from grpo_work import LEARNING_RATE, Work, drawn_reward, prompts_of, spelled
 
 from grpo_lib.data.chat import load_tokenizer
 from grpo_lib.rollout.options import graph_sizes
@@ -45,6 +46,7 @@ from grpo_lib.rollout.options import graph_sizes
 # The first five are parts of preparing a batch, whose rest is `prepare`.
 _PREPARING: tuple[str, ...] = ("weight_sync", "rollouts", "old_logprobs", "verify", "prepare")
 _SPANS: tuple[str, ...] = (*_PREPARING, "forward_backward", "clip", "optim")
+_places = itertools.count()  # of verdicts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +214,7 @@ def grpo_arguments(work: Work, phases: Sequence[Phase], *, batch: int, share: fl
         "max_steps": sum(phase.all_steps for phase in phases),
         "bf16": True,
         "gradient_checkpointing": False,
-        "learning_rate": 1e-5,
+        "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,
@@ -256,7 +258,7 @@ def engine_options(work: Work, *, on_gpu: bool) -> dict[str, Any]:
 
 def reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
     """The reward of `grpo_work`, of the same text."""
-    return [drawn_reward(spelled(ids)) for ids in completion_ids]
+    return [drawn_reward(spelled(ids), next(_places)) for ids in completion_ids]
 
 
 def build_trainer(model: Path, phases: Sequence[Phase], arguments: argparse.Namespace, folder: str) -> Any:
