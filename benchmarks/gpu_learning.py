@@ -1,4 +1,4 @@
-"""Learning curves on one GPU: by default recipe `smollm2_addition`, one run per seed, from prompts to held-out accuracy.
+"""Learning curves on one GPU: a recipe, one run per seed, from prompts to held-out accuracy.
 
     grpo get-model smollm2_135m
     python benchmarks/gpu_learning.py --out learning --seeds 1 2 3
@@ -102,18 +102,18 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A process per seed: each has a Ray cluster of its own."""
     results: list[dict[str, Any]] = []
     running: list[tuple[int, subprocess.Popen[bytes]]] = []
-    alone = 0
+    alone, deadline = 0, time.monotonic() + options.seconds
     try:
         for seed in options.seeds:
             running.append((seed, start(seed, options)))
             if not options.together:
-                results.append(finished(*running.pop(), options))
+                results.append(finished(*running.pop(), options, time.monotonic() + options.seconds))
             elif len(running) == 1:
-                wait_for_step(*running[0], options)
+                wait_for_step(*running[0], options, deadline)
         if options.together and len(running) > 1:
-            wait_for_step(*running[1], options)
+            wait_for_step(*running[1], options, deadline)
             alone = num_steps(options.seeds[0], options)
-        results += [finished(seed, process, options) for seed, process in running]
+        results += [finished(seed, process, options, deadline) for seed, process in running]
         if alone > WARM_STEPS and "failed" not in results[0]:
             results[0]["alone_step_s"] = statistics.median(results[0]["step_s"][WARM_STEPS:alone])
             results[0]["alone_steps"] = alone - WARM_STEPS
@@ -123,9 +123,8 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
-def wait_for_step(seed: int, process: subprocess.Popen[bytes], options: argparse.Namespace) -> None:
+def wait_for_step(seed: int, process: subprocess.Popen[bytes], options: argparse.Namespace, deadline: float) -> None:
     """Until a run has done its first step, or has ended."""
-    deadline = time.monotonic() + options.seconds
     while not num_steps(seed, options) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(POLL_S)
 
@@ -153,9 +152,12 @@ def start(seed: int, options: argparse.Namespace) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
 
-def finished(seed: int, process: subprocess.Popen[bytes], options: argparse.Namespace) -> dict[str, Any]:
+def finished(
+    seed: int, process: subprocess.Popen[bytes], options: argparse.Namespace, deadline: float
+) -> dict[str, Any]:
+    """What a run left, or how it failed."""
     try:
-        process.wait(timeout=options.seconds)
+        process.wait(timeout=max(deadline - time.monotonic(), 0.0))
     except subprocess.TimeoutExpired:
         stop(process)
     if (path := result_of(options.out, seed)).is_file():
@@ -219,9 +221,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--together", action="store_true", help="all seeds at once on the card")
     parser.add_argument("--recipe", default="smollm2_addition")
-    parser.add_argument(
-        "--seconds", type=float, default=420, help="limit of all runs; of each, where one follows another"
-    )
+    parser.add_argument("--seconds", type=float, default=420, help="limit of a run, or of all together")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -230,10 +230,9 @@ def main() -> None:
     if options.worker:
         from grpo_lib.config import resolve
 
-        config = resolve(
-            options.recipe, [f"storage.root={options.out / 'runs'}", *options.overrides], seed=options.seeds[0]
-        )
-        run_seed(config, result_of(options.out, options.seeds[0]))
+        (seed,) = options.seeds
+        config = resolve(options.recipe, [f"storage.root={options.out / 'runs'}", *options.overrides], seed=seed)
+        run_seed(config, result_of(options.out, seed))
         return
     results = run_all(options)
     (options.out / "learning.json").write_text(json.dumps(results, indent=1))

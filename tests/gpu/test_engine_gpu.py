@@ -41,7 +41,7 @@ LONG_PROMPT = tuple(range(20, 90))  # four full cache blocks
 OPTIONS = (
     "model.dtype=bfloat16", "weight_sync.backend=ipc", f"weight_sync.canary_tolerance={BF16}", "parity.max_abs=1",
     "trainer.num_ranks=1", "runtime.gpus_per_rank=0.5", "runtime.gpus_per_engine=0.5", "data.max_prompt_tokens=100",
-    "rollout.max_tokens=28", "rollout.max_num_seqs=64", f"rollout.gpu_memory_share={SHARE}",
+    "rollout.max_tokens=28", "rollout.max_num_seqs=16", f"rollout.gpu_memory_share={SHARE}",
     "rollout.sleep_while_training=true",
 )  # fmt: skip
 
