@@ -14,6 +14,7 @@ from transformers.initialization import no_init_weights
 from grpo_lib.config import TrainerConfig
 from grpo_lib.data.models import SUPPORTED_FAMILIES
 from grpo_lib.errors import DataError, GrpoError
+from grpo_lib.trainers.compiled_blocks import compile_blocks, explained_recompile_limit
 from grpo_lib.trainers.hf_checkpoint import HfFolder
 from grpo_lib.trainers.hf_deepspeed_attention import DOCUMENT_ATTENTION, DocumentGroups
 from grpo_lib.trainers.output_head import HeadOptions, projected_logprobs
@@ -100,9 +101,10 @@ class TokenLogprobModel(nn.Module):
             if cu_lens is None
             else {"document_bounds": cu_lens, "longest_document": max_len}
         )
-        output = self.body(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False, **boundaries
-        )
+        with explained_recompile_limit():
+            output = self.body(
+                input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False, **boundaries
+            )
         return self.head(output.last_hidden_state, labels, positions)
 
     @contextmanager
@@ -166,8 +168,7 @@ def build_model(
     if is_checkpointed:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.compile:
-        for layer in cast("nn.ModuleList", cast("nn.Module", lm.model).layers):
-            layer.compile(dynamic=True)
+        compile_blocks(cast("nn.ModuleList", cast("nn.Module", lm.model).layers), dynamic=True)
     return TokenLogprobModel(lm, head)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from grpo_lib.config import TrainerConfig
 from grpo_lib.interfaces import PolicyLoss
 from grpo_lib.trainers.checkpoint_folder import Snapshot, StateCopier, load_checkpoint
+from grpo_lib.trainers.compiled_blocks import explained_recompile_limit
 from grpo_lib.trainers.document_probe import check_documents_stay_apart
 from grpo_lib.trainers.gradient_pass import accumulate_gradients
 from grpo_lib.trainers.hf_checkpoint import HfFolder
@@ -235,13 +236,14 @@ class OlmoCoreTrainer:
         wanted = WantedLabels.of(labels, documents, self._device)
         # Both `doc_lens` and `max_doc_lens` or neither: OLMo-core ignores one alone without a word. The lengths stay on
         # the CPU, where it adds them up for all blocks.
-        logprobs, entropy = self._model(
-            copied_to(documents.joined(input_ids), self._device),
-            labels=wanted.labels[None],
-            logits_to_keep=wanted.positions[None],
-            doc_lens=documents.lens,
-            max_doc_lens=[documents.max_len],
-        )
+        with explained_recompile_limit():
+            logprobs, entropy = self._model(
+                copied_to(documents.joined(input_ids), self._device),
+                labels=wanted.labels[None],
+                logits_to_keep=wanted.positions[None],
+                doc_lens=documents.lens,
+                max_doc_lens=[documents.max_len],
+            )
         return wanted.in_rows(logprobs), wanted.in_rows(entropy)
 
     @torch.no_grad()

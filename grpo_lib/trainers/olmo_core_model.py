@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_lib.config import TrainerConfig
 from grpo_lib.errors import DataError
+from grpo_lib.trainers.compiled_blocks import compile_blocks
 from grpo_lib.trainers.hf_checkpoint import HfFolder
 from grpo_lib.trainers.joined_documents import ROW_MULTIPLE
 from grpo_lib.trainers.olmo_core_attention import bound_single_documents, use_document_attention
@@ -243,7 +244,8 @@ def _computing_model(
     if config.compile:
         # The buckets of the dense attention are data to a compiler, and each of them would be a graph of its own.
         assert kernel is not None, f"compiled blocks need a kernel that takes boundaries, {compute_dtype} has none"
-        model.apply_compile()
+        model.apply_compile()  # which also tells the compiler what varies
+        compile_blocks(model.blocks.values())
         bound_single_documents(model)
     return model
 

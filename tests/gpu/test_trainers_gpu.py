@@ -5,7 +5,7 @@ Models are tiny and random; every check has the mistake beside it that it is the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,14 @@ RECOMPUTED = BackendCase(
 )
 CASES = (OLMO_CORE, COMPILED, RECOMPUTED, ZERO[2], ZERO[3], HF_COMPILED)
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@pytest.fixture(autouse=True)
+def own_graphs() -> Iterator[None]:
+    """A process may hold the graphs of a policy and its reference, not those of all models here."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")
