@@ -50,8 +50,8 @@ PARTS = (
         title="forward, backward and optimiser step of a pack",
         script="gpu_trainers.py",
         needs=None,
-        arguments=("--repeats", "4"),
-        limit_s=170,  # 135
+        arguments=("--repeats", "3"),
+        limit_s=170,  # 136
     ),
     Part(
         key="b",
@@ -60,7 +60,7 @@ PARTS = (
         script="gpu_engine.py",
         needs="random",
         arguments=("--rounds", "3"),
-        limit_s=95,  # 76
+        limit_s=95,  # 78
     ),
     Part(
         key="c",
@@ -76,7 +76,7 @@ PARTS = (
         title="one step of the whole loop",
         script="gpu_step.py",
         needs="random",
-        limit_s=100,  # 75
+        limit_s=100,  # 78
     ),
     Part(
         key="e",
@@ -94,7 +94,7 @@ PARTS = (
         script="gpu_trl.py",
         needs="random",
         arguments=("--phases", "equal;mixed", "--steps", "2", "--seconds", "40"),
-        limit_s=95,  # 65
+        limit_s=95,  # 60
     ),
 )
 HEADINGS = {part.name: f"{part.key} {part.name}: {part.title}" for part in PARTS}

@@ -2,11 +2,12 @@
 
     python benchmarks/gpu_trainers.py --out trainers.json
 
-Each case is a process of its own with random weights made on the card, the same for all by name. The processes import
-one ahead and then take the card in turn, in the order of `CASES`, which alternates between the trainers: two of them do
-not fit on it together. A compiled case takes about 20 seconds until its first step is over. A fixed matrix product is
-timed before and after each case, so that a card that slows down is seen as such. A case that fails is a row that says
-how. `--all` adds cases and packs, and takes about six minutes.
+Each case is a process of its own with random weights made on the card, the same for all by name. All of them import
+side by side, and the first takes the card when the last is done with that, which would disturb it. They follow each
+other in the order of `CASES`, which alternates between the trainers: two of them do not fit on the card together. A
+compiled case takes about 20 seconds until its first step is over. A fixed matrix product is timed before and after each
+case, so that a card that slows down is seen as such. A case that fails is a row that says how. `--all` adds cases and
+packs, and takes about six minutes.
 
 Nothing of Ray or vLLM is needed. FLOP of a step: 6 for each weight of the blocks and token, 6 for each weight of the
 head and label, and 12 · layers · heads · head_dim · sum(length²) / 2 for causal attention. Recomputing does not count.
@@ -52,28 +53,49 @@ _TINY: Mapping[str, Any] = {**QWEN3_4B, "vocab_size": 512, "hidden_size": 128, "
 # --- One case, in its own process -----------------------------------------------------------------------------------
 
 
-def run_case(case: Case, config: Mapping[str, Any], *, lock: Path, repeats: int, deadline_s: float) -> dict[str, Any]:
-    """Import, wait for the card, measure."""
+def run_case(case: Case, config: Mapping[str, Any], *, turn: Turn, repeats: int, deadline_s: float) -> dict[str, Any]:
+    """Import, wait for the turn, measure."""
     import_trainer(case.trainer)
-    with the_card(lock):
-        started = time.monotonic()
-        row: dict[str, Any] = {"case": case.name, "settings": dict(case.settings), "packs": []}
-        row["product_tflops_before"] = product_tflops()
-        steps = steps_of(case, config)
-        row["start_s"] = time.monotonic() - started
-        for num_documents in case.documents:
-            if row["packs"] and time.monotonic() - started > deadline_s:
-                row["stopped"] = f"{deadline_s:g} s were over before the pack of {num_documents} documents"
-                break
-            row["packs"].append(measured(steps, config, num_documents, repeats))
-        row["product_tflops_after"] = product_tflops()
-        row.update(explained(steps, config))
-        row["card_s"] = time.monotonic() - started
+    turn.wait()
+    started = time.monotonic()
+    row: dict[str, Any] = {"case": case.name, "settings": dict(case.settings), "packs": []}
+    row["product_tflops_before"] = product_tflops()
+    row["card_ready_s"] = time.monotonic() - started
+    steps = steps_of(case, config)
+    row["start_s"] = time.monotonic() - started
+    for num_documents in case.documents:
+        if row["packs"] and time.monotonic() - started > deadline_s:
+            row["stopped"] = f"{deadline_s:g} s were over before the pack of {num_documents} documents"
+            break
+        row["packs"].append(measured(steps, config, num_documents, repeats))
+    row["product_tflops_after"] = product_tflops()
+    row.update(explained(steps, config))
+    row["card_s"] = time.monotonic() - started
     return row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Two files by which a process says that it is ready, and is told to go."""
+
+    ready: Path
+    go: Path
+
+    @staticmethod
+    def of(output: Path) -> Turn:
+        """Beside a case's output."""
+        return Turn(ready=output.with_suffix(".ready"), go=output.with_suffix(".go"))
+
+    def wait(self) -> None:
+        self.ready.touch()
+        while not self.go.exists():
+            time.sleep(0.05)
 
 
 def import_trainer(trainer: str) -> None:
     """What takes long and needs no card."""
+    if trainer != "plain_hf":
+        import_module("torch._inductor.compile_fx")  # else with the first graph
     if trainer == "plain_hf":
         import_module("transformers")
         return
@@ -325,37 +347,38 @@ def explained(steps: Steps, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_all(cases: Sequence[Case], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start each case while the one before it has the card; they take it one after the other, in their order."""
+    """Start all cases; they take the card one after the other when all of them have imported."""
     folder = Path(tempfile.mkdtemp(prefix="gpu_trainers_"))
     started = time.monotonic()
-    running: list[tuple[Case, subprocess.Popen[bytes], Path]] = []
-    waiting = list(cases)
-    rows: list[dict[str, Any]] = []
-    while waiting or running:
-        # Two at a time: one on the card, the next one ready to take it.
-        while waiting and len(running) < 2:
-            case = waiting.pop(0)
-            left_s = arguments.seconds - (time.monotonic() - started)
-            if left_s <= 0:
-                rows.append(
-                    {"case": case.name, "failed": f"not run: {arguments.seconds:g} s are over", "skipped": True}
-                )
-                print(f"[{time.monotonic() - started:5.0f} s] {case.name}: {rows[-1]['failed']}", flush=True)
-                continue
-            running.append((case, *start_case(case, folder, len(cases) - len(waiting), arguments)))
-        if not running:
-            continue
-        case, process, output = running.pop(0)
-        rows.append(finished_case(case, process, output, arguments.case_seconds))
-        print(f"[{time.monotonic() - started:5.0f} s] {summary(rows[-1])}", flush=True)
-    return rows
+    waiting = [(case, *start_case(case, folder, index, arguments)) for index, case in enumerate(cases)]
+    try:
+        for _, process, output in waiting:
+            while process.poll() is None and not Turn.of(output).ready.exists():
+                time.sleep(0.05)
+        print(f"[{time.monotonic() - started:5.0f} s] imported", flush=True)
+        with the_card(arguments.lock):
+            rows = []
+            for case, process, output in waiting:
+                if time.monotonic() - started > arguments.seconds:
+                    rows.append(
+                        {"case": case.name, "failed": f"not run: {arguments.seconds:g} s are over", "skipped": True}
+                    )
+                else:
+                    Turn.of(output).go.touch()
+                    rows.append(finished_case(case, process, output, arguments.case_seconds))
+                print(f"[{time.monotonic() - started:5.0f} s] {summary(rows[-1])}", flush=True)
+            return rows
+    finally:
+        for _, process, _ in waiting:
+            process.kill()
+            process.wait()
 
 
 def start_case(
     case: Case, folder: Path, index: int, arguments: argparse.Namespace
 ) -> tuple[subprocess.Popen[bytes], Path]:
     output = folder / f"{index}.json"
-    command = [sys.executable, __file__, "--worker", case.name, "--lock", str(folder / "card"), "--out", str(output),
+    command = [sys.executable, __file__, "--worker", case.name, "--out", str(output),
                "--repeats", str(arguments.repeats), "--pack-seconds", str(arguments.pack_seconds)]  # fmt: skip
     command += ["--tiny"] * arguments.tiny + ["--all"] * arguments.all
     environment = {
@@ -435,8 +458,8 @@ def main() -> None:
     parser.add_argument("--only", help="the case of this name, or all whose name contains this")
     parser.add_argument("--all", action="store_true", help="further cases, and all packs for each of them")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of a case and pack")
-    parser.add_argument("--seconds", type=float, help="after which no further process starts (100; any with --all)")
-    parser.add_argument("--case-seconds", type=float, default=110, help="limit of one case, waiting included")
+    parser.add_argument("--seconds", type=float, help="after which no further case begins (100; any with --all)")
+    parser.add_argument("--case-seconds", type=float, default=110, help="limit of one case")
     parser.add_argument("--pack-seconds", type=float, default=50, help="of a case, after which no further pack starts")
     parser.add_argument("--kernels", action="store_true", help="print the kernels of each case")
     parser.add_argument("--tiny", action="store_true", help="a model of two small layers, to try the script itself")
@@ -449,17 +472,15 @@ def main() -> None:
     if arguments.worker:
         case = next(case for case in every_case(every_pack=arguments.all) if case.name == arguments.worker)
         try:
-            row = run_case(
-                case, config, lock=arguments.lock, repeats=arguments.repeats, deadline_s=arguments.pack_seconds
-            )
+            turn = Turn.of(arguments.out)
+            row = run_case(case, config, turn=turn, repeats=arguments.repeats, deadline_s=arguments.pack_seconds)
         except Exception as error:  # noqa: BLE001 process boundary: the failure is the row
             text = "".join(traceback.format_exception(error, limit=-8))
             row = {"case": case.name, "failed": f"{type(error).__name__}: {error}"[:300], "log": text[-3000:]}
         arguments.out.write_text(json.dumps(row))
         os._exit(0)  # process groups and compilers leave threads behind that wait for nothing
-    with the_card(arguments.lock):
-        cases = chosen_cases(arguments.only, further=arguments.all)
-        rows = run_all(cases, arguments)
+    cases = chosen_cases(arguments.only, further=arguments.all)
+    rows = run_all(cases, arguments)
     arguments.out.write_text(json.dumps({"versions": versions(), "cases": [asdict(c) for c in cases], "rows": rows}))
     print(table(rows))
     if arguments.kernels:

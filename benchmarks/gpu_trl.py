@@ -39,9 +39,11 @@ from typing import Any
 from card import product_tflops, the_card
 from gpu_step import add_work_arguments, work_of
 from grpo_work import LEARNING_RATE, Work, drawn_reward, prompts_of, spelled
+from progress import say
 
+from grpo_lib.config import resolve
 from grpo_lib.data.chat import load_tokenizer
-from grpo_lib.rollout.options import graph_sizes
+from grpo_lib.rollout.options import graph_sizes, import_architecture
 
 # The first five are parts of preparing a batch, whose rest is `prepare`.
 _PREPARING: tuple[str, ...] = ("weight_sync", "rollouts", "old_logprobs", "verify", "prepare")
@@ -340,9 +342,11 @@ def measure(
     class Steps(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             clock.watch(trainer.optimizer, "step", "optim")
+            say("training begins")
             runner.begin()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            say(f"step {state.global_step}")
             control.should_training_stop |= not runner.step_ended()
 
     trainer.add_callback(Steps())
@@ -382,14 +386,18 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def prepare_process() -> None:
-    """Import what takes long; vLLM reads these when it is imported."""
+def prepare_process(model: Path) -> None:
+    """Import what takes long, the model's class included, for which vLLM otherwise starts a process of its own.
+
+    The variables are read when vLLM is imported.
+    """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read when CUDA is first used
     for name in ("trl", "trl.generation.vllm_generation", "vllm.v1.engine.llm_engine"):
         import_module(name)
+    import_architecture(model, resolve("embedded_addition").rollout)  # for its one engine of one part
 
 
 def main() -> None:
@@ -413,7 +421,7 @@ def main() -> None:
     result: dict[str, Any] = {"summary": {}, "rows": []}
     with tempfile.TemporaryDirectory(prefix="gpu_trl_") as folder:
         try:
-            prepare_process()
+            prepare_process(arguments.model)
             import torch
 
             result["versions"] = {name: version(name) for name in ("trl", "transformers", "accelerate", "datasets")}
@@ -433,7 +441,8 @@ def main() -> None:
             print(result["table"])
         except Exception as error:  # noqa: BLE001 process boundary: the failure is the row
             text = "".join(traceback.format_exception(error, limit=-8))
-            result["rows"] = [{"case": "TRL", "failed": f"{type(error).__name__}: {error}"[:300], "log": text[-3000:]}]
+            failed = {"case": "TRL", "failed": f"{type(error).__name__}: {error}"[:300], "log": text[-3000:]}
+            result["rows"] = [*result["rows"], failed]
             print(text, file=sys.stderr)
     arguments.out.write_text(json.dumps(result))
     sys.stdout.flush()

@@ -57,8 +57,16 @@ def test_our_samples_are_held_against_trl_at_its_best():
 
 def test_the_report_shows_failures_targets_and_tables():
     parts = {
-        "sync": {"summary": {"transfer_s": 0.2}, "rows": [], "table": "a table", "command": "gpu_sync.py"},
-        "engine": {"rows": [{"case": "engine", "failed": "exit status 1"}]},
+        "sync": {
+            "summary": {"transfer_s": 0.2},
+            "rows": [],
+            "table": "a table",
+            "command": "gpu_sync.py",
+            "card_s": 9.0,
+        },
+        "engine": {"rows": [{"case": "engine", "failed": "exit status 1\n  at once"}]},
+        "trainers": {"rows": [{"case": "late", "failed": "not run: 1 s is over", "skipped": True}]},
+        "parity": {"targets": [{"target": "mean |d|", "value": 1.0, "limit": 2.0, "met": True}]},
     }
     text = gpu.report(
         {
@@ -73,7 +81,10 @@ def test_the_report_shows_failures_targets_and_tables():
         }
     )
     assert "| weight sync, transfer with checksums, s | ≤ 0.150 | 0.200 | **missed** |" in text
-    assert "- engine FAILED: exit status 1" in text
+    assert "## c sync: the certified weight push\n\n`gpu_sync.py`, 9 s of the card\n" in text
+    assert "\n- engine FAILED: exit status 1 at once\n" in text, "a bullet is one line"
+    assert "\n- late: not run: 1 s is over\n" in text
+    assert r"| parity, mean \|d\| | ≤ 2 | 1 | met |" in text
     assert "a table" in text
 
 
@@ -85,7 +96,8 @@ def test_parts_are_chosen_by_letter_or_name():
 
 def script(folder: Path, name: str, text: str, *, limit_s: float = 20) -> Part:
     (folder / name).write_text(text)
-    return Part(key=name[0], name=name.removesuffix(".py"), script=str(folder / name), needs=None, limit_s=limit_s)
+    part = name.removesuffix(".py")
+    return Part(key=part[0], name=part, title="a test", script=str(folder / name), needs=None, limit_s=limit_s)
 
 
 def run(folder: Path, *parts: Part, seconds: float = 100, **models: str) -> tuple[Results, list[list[str]]]:
@@ -153,7 +165,7 @@ def test_a_part_does_not_get_the_card_before_its_turn(tmp_path):
 
 
 def test_what_has_no_time_or_model_left_is_a_row(tmp_path):
-    needs = Part(key="m", name="model", script="none.py", needs="random", limit_s=1)
+    needs = Part(key="m", name="model", title="a test", script="none.py", needs="random", limit_s=1)
     assert "s are over" in run(tmp_path, needs, seconds=-1)[0]["model"]["rows"][0]["failed"]
     without, _ = run(tmp_path, needs, random="make-model failed")
     assert "make-model failed" in without["model"]["rows"][0]["failed"]
