@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 from grpo_lib.config import RunConfig, flat
 from grpo_lib.data.models import resolve_model_path
 from grpo_lib.errors import ConfigError, DataError
 from grpo_lib.stages.attempts import Attempt
 from grpo_lib.stages.checkpoints import ResumePoint, newest_complete
-from grpo_lib.stages.lineage import lineage
+from grpo_lib.stages.lineage import flattened, lineage
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.stored_run import StoredRun, open_run
 
@@ -70,8 +67,8 @@ def refuse_other_config(run: StoredRun, config: RunConfig) -> None:
 
 def changed_origin(run: StoredRun, config: RunConfig) -> list[str]:
     """What code, packages, machine and model are now and were not when the run began, one line each."""
-    before = _flattened(run.lineage)
-    now = _flattened(lineage(config, resolve_model_path(config.model.path)))
+    before = flattened(run.lineage)
+    now = flattened(lineage(config, resolve_model_path(config.model.path)))
     names = [*before, *(name for name in now if name not in before)]
     return [
         f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
@@ -88,15 +85,3 @@ def _refuse_stranger(point: ResumePoint, paths: RunPaths, run: StoredRun | None)
             f"checkpoint {point.path} was written by run {point.state.run_id}, which is neither {paths.run_id} nor a "
             "run that it continues: it was put there by hand. Remove it, or continue the run that it belongs to"
         )
-
-
-def _flattened(values: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(_leaves(values, ""))
-
-
-def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -7,8 +7,10 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterator, Mapping
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 from grpo_lib.config import RunConfig
 from grpo_lib.data.files import sha256_of
@@ -47,6 +49,19 @@ def lineage(config: RunConfig, model: Path) -> dict[str, object]:
         "model_sha256": model_hash(model),
         "seeds": {"run": config.seed, "engine": config.rollout.seed},
     }
+
+
+def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves of nested mappings by dotted name."""
+    return dict(_leaves(values, ""))
+
+
+def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def installed_versions() -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_lib.config import flat
 from grpo_lib.errors import DataError
+from grpo_lib.stages.lineage import flattened
 from grpo_lib.stages.stored_run import StoredRun
 
 _MEASURED = ("time/", "throughput/")  # metrics of the machine and the moment
@@ -31,7 +32,7 @@ def run(a: StoredRun, b: StoredRun) -> tuple[Difference, ...]:
     """
     return (
         *_differing("settings", flat(a.config), flat(b.config)),
-        *_differing("origin", _flattened(a.lineage), _flattened(b.lineage)),
+        *_differing("origin", flattened(a.lineage), flattened(b.lineage)),
         *_differing("data", _data(a), _data(b)),
         *_first_apart("rollouts", "content of step", _rollouts(a), _rollouts(b)),
         *_first_apart("weights", "checksum of version", _weights(a), _weights(b)),
@@ -87,16 +88,6 @@ def _metrics(a: Mapping[int, Mapping[str, Any]], b: Mapping[int, Mapping[str, An
         )
 
 
-def _flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    plain: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            plain |= _flattened(value, f"{prefix}{name}.")
-        else:
-            plain[f"{prefix}{name}"] = value
-    return plain
-
-
 def _data(run: StoredRun) -> dict[str, str]:
     try:
         return {"dataset_sha256": run.dataset_sha256()}
@@ -127,7 +118,7 @@ def _rows(run: StoredRun) -> dict[int, Mapping[str, Any]]:
 
 
 def _evaluation(run: StoredRun) -> dict[str, Any]:
-    return _flattened(_without_times(run.evaluation())) if run.paths.evaluation.is_file() else {}
+    return flattened(_without_times(run.evaluation())) if run.paths.evaluation.is_file() else {}
 
 
 def _without_times(values: Mapping[str, Any]) -> dict[str, Any]:
