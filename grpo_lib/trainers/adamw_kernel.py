@@ -55,34 +55,30 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """What is known of one parameter: contiguous tensors of one shape.
+class Held:
+    """What an optimiser keeps of one parameter: contiguous tensors of one shape.
 
     Args:
         weight: fp32, as the moments are.
-        gradient: In fp32, or in the dtype of the weights that it was taken of.
         copy: Takes the new weight, rounded to its dtype.
     """
 
     weight: torch.Tensor
-    gradient: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     copy: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         assert all(t.dtype is torch.float32 for t in (self.weight, self.exp_avg, self.exp_avg_sq))
-        assert all(t.is_contiguous() and t.shape == self.weight.shape for t in self.tensors)
+        for tensor in (self.weight, self.exp_avg, self.exp_avg_sq, self.weight if self.copy is None else self.copy):
+            assert tensor.is_contiguous(), tensor.stride()
+            assert tensor.shape == self.weight.shape, (tensor.shape, self.weight.shape)
 
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        copied = self.weight if self.copy is None else self.copy
-        return self.weight, self.gradient, self.exp_avg, self.exp_avg_sq, copied
-
-    @property
-    def kind(self) -> tuple[torch.dtype, torch.dtype | None]:
-        """Dtypes of gradient and copy, for which a kernel is compiled."""
-        return self.gradient.dtype, None if self.copy is None else self.copy.dtype
+    def with_gradient(self, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """A row of the kernel's table. The gradient is in fp32, or in the dtype of the weights that it was taken of."""
+        assert gradient.is_contiguous(), gradient.stride()
+        assert gradient.shape == self.weight.shape, (gradient.shape, self.weight.shape)
+        return self.weight, gradient, self.exp_avg, self.exp_avg_sq, self.weight if self.copy is None else self.copy
 
 
 def no_change(device: torch.device) -> torch.Tensor:
@@ -91,23 +87,30 @@ def no_change(device: torch.device) -> torch.Tensor:
 
 
 def update(
-    updates: Sequence[Update], *, settings: Settings, norm: torch.Tensor, max_norm: float, change: torch.Tensor
+    updates: Sequence[tuple[Held, torch.Tensor]],
+    *,
+    settings: Settings,
+    norm: torch.Tensor,
+    max_norm: float,
+    change: torch.Tensor,
 ) -> None:
     """One step of all parameters, in place.
 
     Args:
+        updates: Parameters and their gradients.
         norm: Scalar float32 on the device. Nothing is written where it is NaN or infinite, else the gradient counts
             ``min(1, max_norm / (norm + 1e-6))`` times, as in PyTorch's clipping.
         change: From `no_change`.
     """
     assert norm.dtype is torch.float32, norm.dtype
     assert change.shape == (2, _SLOTS), change.shape
-    kinds: dict[tuple[torch.dtype, torch.dtype | None], list[Update]] = {}
-    for one in updates:
-        if one.weight.numel():
-            kinds.setdefault(one.kind, []).append(one)
+    kinds: dict[tuple[torch.dtype, torch.dtype | None], list[tuple[torch.Tensor, ...]]] = {}
+    for held, gradient in updates:
+        if gradient.numel():
+            kind = gradient.dtype, None if held.copy is None else held.copy.dtype  # a kernel is compiled for
+            kinds.setdefault(kind, []).append(held.with_gradient(gradient))
     for (gradient_dtype, copy_dtype), members in kinds.items():
-        table = _Table.of([one.tensors for one in members], _ELEMENTS)
+        table = _Table.of(members, _ELEMENTS)
         _update[(table.num_programs,)](
             table.addresses, table.sizes, table.owners, table.firsts, norm, change, max_norm, settings.lr,
             1 - settings.lr * settings.weight_decay, settings.beta1, 1 - settings.beta1, settings.beta2,

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from grpo_lib.trainers.adamw_kernel import Held
 
 
 class MeasuredAdamW(torch.optim.AdamW):
@@ -27,6 +30,10 @@ class MeasuredAdamW(torch.optim.AdamW):
     _max_norm = 0.0
     _applied_steps = 0
     _change: torch.Tensor | None = None  # [2, slots] float64 on the device: elements changed, sum of squares
+
+    def __init__(self, *parameters: Any, **options: Any) -> None:
+        super().__init__(*parameters, **options)
+        self._known: dict[torch.Tensor, Held] = {}
 
     def start(self, applied_steps: int, *, norm: torch.Tensor | None = None, max_norm: float = 0.0) -> None:
         """Forget what was changed, and clip in the steps that follow.
@@ -76,13 +83,7 @@ class MeasuredAdamW(torch.optim.AdamW):
             states = [self.state[parameter] for parameter in parameters]
             adamw_kernel.update(
                 [
-                    adamw_kernel.Update(
-                        weight=_local(parameter),
-                        gradient=_local(parameter.grad),
-                        exp_avg=_local(state["exp_avg"]),
-                        exp_avg_sq=_local(state["exp_avg_sq"]),
-                        copy=self.copies.get(parameter),
-                    )
+                    (self._held(parameter, state), _local(parameter.grad))
                     for parameter, state in zip(parameters, states, strict=True)
                 ],
                 settings=adamw_kernel.Settings.of(group, step=self._applied_steps + 1),
@@ -92,6 +93,27 @@ class MeasuredAdamW(torch.optim.AdamW):
             )
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage] as PyTorch's optimisers do
+
+    def _held(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> Held:
+        """Tensors of one parameter, looked at once for as long as they are the same objects.
+
+        Looking at all of them takes milliseconds, in which a GPU would wait. Their addresses are read at every step.
+        """
+        from grpo_lib.trainers import adamw_kernel
+
+        weight, exp_avg, exp_avg_sq = _local(parameter), _local(state["exp_avg"]), _local(state["exp_avg_sq"])
+        copy = self.copies.get(parameter)
+        held = self._known.get(parameter)
+        if (
+            held is None
+            or held.weight is not weight
+            or held.exp_avg is not exp_avg
+            or held.exp_avg_sq is not exp_avg_sq
+            or held.copy is not copy
+        ):
+            held = adamw_kernel.Held(weight=weight, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, copy=copy)
+            self._known[parameter] = held
+        return held
 
     def _add_change(self, change: torch.Tensor) -> None:
         if self._change is None:

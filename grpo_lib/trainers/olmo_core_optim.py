@@ -94,9 +94,9 @@ class SteppedAdamW:
         self.adamw.step()
         change = self.adamw.change()
         dist.all_reduce(change)
+        self.zero_grad()  # while a GPU is at work
         num_changed, sum_of_squares, norm_value = torch.cat([change, norm.double()[None]]).tolist()
         self._refuse(norm_value, applied_steps)  # on a GPU the update has seen it too and has written nothing
-        self.zero_grad()
         num_elements = sum(parameter.numel() for parameter in self._parameters)
         return StepMetrics(
             stats={

@@ -57,7 +57,7 @@ def check_adamw(sizes: tuple[int, ...], gradient_dtype: torch.dtype) -> None:
         settings = adamw_kernel.Settings.of(adamw.param_groups[0], step=step)
         options = {"settings": settings, "max_norm": max_norm, "change": change}
         updates = [
-            adamw_kernel.Update(weight=w, gradient=g, exp_avg=m, exp_avg_sq=v, copy=c if has_copy else None)
+            (adamw_kernel.Held(weight=w, exp_avg=m, exp_avg_sq=v, copy=c if has_copy else None), g)
             for w, g, (m, v), c in zip(weights, gradients, moments, copies, strict=True)
         ]
         adamw_kernel.update(updates, norm=norm, **options)
@@ -70,10 +70,10 @@ def check_adamw(sizes: tuple[int, ...], gradient_dtype: torch.dtype) -> None:
         assert num_changed == int(moved.count_nonzero()) > 0
         assert abs(sum_of_squares / float(moved.square().sum()) - 1) < 1e-5
         for bad in ("nan", "inf"):
-            kept = [t.clone() for update in updates for t in update.tensors]
+            kept = [t.clone() for held, g in updates for t in held.with_gradient(g)]
             change.zero_()
             adamw_kernel.update(updates, norm=torch.tensor(float(bad)), **options)
-            found = [t for update in updates for t in update.tensors]
+            found = [t for held, g in updates for t in held.with_gradient(g)]
             assert all(torch.equal(a, b) for a, b in zip(kept, found, strict=True))
             assert not change.any()
 

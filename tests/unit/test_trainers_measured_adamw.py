@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from grpo_lib.trainers.measured_adamw import MeasuredAdamW
@@ -55,3 +56,18 @@ def test_a_step_that_changes_nothing_says_so() -> None:
     adamw.start(0)
     adamw.step()
     assert not adamw.change().any()
+
+
+def test_tensors_are_looked_at_again_when_they_were_replaced() -> None:
+    (parameter,) = parameters()[:1]
+    adamw = MeasuredAdamW([parameter], **OPTIONS)  # pyright: ignore[reportArgumentType]
+    state = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+    held = adamw._held(parameter, state)
+    assert adamw._held(parameter, state) is held
+    state["exp_avg"] = torch.ones_like(parameter)
+    assert adamw._held(parameter, state).exp_avg is state["exp_avg"]
+    adamw.copies = {parameter: parameter.detach().bfloat16()}
+    assert adamw._held(parameter, state).copy is adamw.copies[parameter]
+    state["exp_avg_sq"] = torch.zeros(7, 30).t()
+    with pytest.raises(AssertionError):
+        adamw._held(parameter, state)
