@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+
 from grpo_lib.config import RunConfig, flat
 from grpo_lib.data.models import resolve_model_path
 from grpo_lib.errors import ConfigError, DataError
