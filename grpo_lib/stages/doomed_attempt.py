@@ -139,7 +139,11 @@ class DoomedAttempt:
 
     def leftovers(self, *, deadline_s: float) -> list[str]:
         """Processes that the attempt had started and that are still there when the deadline has passed."""
-        _, alive = psutil.wait_procs(list(self._family.values()), timeout=deadline_s)
+        deadline = time.monotonic() + deadline_s
+        while (alive := [process for process in self._family.values() if _is_alive(process)]) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(_WAIT_S)
         return [f"{process.pid} {_command(process)}" for process in alive]
 
     def _report(self) -> Holder | None:
@@ -155,6 +159,13 @@ class DoomedAttempt:
             return False
         self.seen = report
         return True
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _command(process: psutil.Process) -> str:
