@@ -50,7 +50,7 @@ def finished_run(
         recorder.certificate(sync.push(step))
     recorder.close()
     group, assessment = groups[-1]
-    probe = write_rollouts(LocalStore(paths.store), step=len(rewards), groups=[group], assessments=[assessment])
+    probe = write_rollouts(LocalStore(Path(paths.store)), step=len(rewards), groups=[group], assessments=[assessment])
     write_evaluation(
         paths, evaluation={"after": {"accuracy": 0.5, "seconds": 3.0}}, probe_rollouts=probe.to_dict(), policy_version=2
     )
