@@ -31,8 +31,9 @@ Training goes on from the last complete checkpoint; evaluate and parity_report f
 on is refused. Settings that decide what is learned stay as they are; --set loop.steps=300 adds steps."""
 _PROVE = """\
 Prove that stopping and continuing changes nothing: one run straight, one killed in every phase of a step.
-Each kill is a SIGKILL at a random moment of the phase. Prompts, samples, metrics and final weights must then be equal
-bit for bit; with another number of ranks, equal within rounding. Exit 0 proven, 1 not."""
+The process dies at a random moment of the phase, of a timer's signal that nothing handles: a SIGKILL from outside would
+miss a phase of milliseconds. Prompts, samples, metrics and final weights must then be equal bit for bit; with another
+number of ranks, equal within rounding. Exit 0 proven, 1 not."""
 
 
 def register(commands: Any) -> None:

@@ -20,7 +20,7 @@ from grpo_lib.errors import DataError
 from grpo_lib.interfaces import Tracker, VerifierPool
 from grpo_lib.loop import LoopState, StepRecord
 from grpo_lib.pipeline import RolloutPipeline
-from grpo_lib.stages.attempts import attempt
+from grpo_lib.stages.attempts import Attempt, attempt
 from grpo_lib.stages.checkpoints import ResumePoint, checkpoints_of
 from grpo_lib.stages.continuation import starting_point
 from grpo_lib.stages.live import LiveRun, live_run
@@ -79,19 +79,11 @@ def run(
     entered = time.perf_counter()
     step_starts: list[float] = []
     with attempt(paths, stage="fit") as current:
-        fetch_for_training(paths, from_shards=from_shards)
-        point = starting_point(config, paths, current)
-        truncate_to(paths, None if point is None else point.state)
-        clear(*paths.after_training)
+        point = _prepared(config, paths, current, from_shards=from_shards)
 
         def begin_step(step: int) -> None:
             step_starts.append(time.perf_counter())
             current.at_step(step)
-
-        def begin_span(name: str) -> None:
-            current.in_span(name)
-            if on_span is not None and current.step is not None:
-                on_span(current.step, name)
 
         with _parts(config, paths, point, from_shards=from_shards) as (live, pipeline, verifiers):
             current.started(live.processes)
@@ -103,7 +95,7 @@ def run(
                     pipeline=pipeline,
                     recorder=recorder,
                     state=_loop_state(point),
-                    timer=StepTimer(on_span=begin_span),
+                    timer=StepTimer(on_span=_span_listener(current, on_span)),
                     before_step=begin_step,
                 )
                 trained = time.perf_counter()
@@ -114,6 +106,24 @@ def run(
         publish_result(paths)
     first_request = step_starts[0] if step_starts else trained
     return _result(paths, steps=state.steps_done, policy_version=version, start_s=first_request - entered)
+
+
+def _prepared(config: RunConfig, paths: RunPaths, current: Attempt, *, from_shards: bool) -> ResumePoint | None:
+    """Bring what is read, find where to start, and leave the run's folder as it was there."""
+    fetch_for_training(paths, from_shards=from_shards)
+    point = starting_point(config, paths, current)
+    truncate_to(paths, None if point is None else point.state)
+    clear(*paths.after_training)
+    return point
+
+
+def _span_listener(current: Attempt, on_span: Callable[[int, str], None] | None) -> Callable[[str], None]:
+    def listen(name: str) -> None:
+        current.in_span(name)
+        if on_span is not None and current.step is not None:
+            on_span(current.step, name)
+
+    return listen
 
 
 @contextmanager
