@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from grpo_lib.algo.checksum import tensor_checksum
+from grpo_lib.algo.checksum import NamedChecksums
 from grpo_lib.data.files import storage_errors, whole_folder
 from grpo_lib.errors import DataError
 from grpo_lib.interfaces import InspectableTrainer, TrainerBackend
@@ -70,17 +70,22 @@ def shard_report(trainer: TrainerBackend, source: HfFolder, *, dtype: str) -> tu
     own = trainer.local_numel()
     numels = [own] * dist.get_world_size()
     dist.all_gather_object(numels, own)
+    gathered, expected, shapes = NamedChecksums(), NamedChecksums(), {}
+    for bucket in trainer.named_weights():
+        gathered.add(bucket.tensors)
+        expected.add([(name, source.tensor(name).to(getattr(torch, dtype))) for name, _ in bucket.tensors])
+        shapes.update((name, tuple(tensor.shape)) for name, tensor in bucket.tensors)
+    source_checksums = expected.read()
     return tuple(
         ShardedTensor(
             trainer_name=own[name][0],
             hf_name=name,
-            shape=tuple(tensor.shape),
+            shape=shapes[name],
             local_numel=tuple(rank[name][1] for rank in numels),
-            checksum=tensor_checksum(tensor),
-            source_checksum=tensor_checksum(source.tensor(name).to(getattr(torch, dtype))),
+            checksum=checksum,
+            source_checksum=source_checksums[name],
         )
-        for bucket in trainer.named_weights()
-        for name, tensor in bucket.tensors
+        for name, checksum in gathered.read().items()
     )
 
 
