@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,6 @@ class CheckpointState:
     policy_version: int
     prompts: Mapping[str, int]  # of `PromptStream.state`
     tracker_run_id: str | None = None  # the wandb run that a resumed run continues
-    monitors: Mapping[str, Any] = field(default_factory=dict)  # plain state of tripwires, by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,6 @@ def state(step: int) -> CheckpointState:
         policy_version=step,
         prompts={"position": 16 * step, "num_prompts": 7},
         tracker_run_id="w1",
-        monitors={"kl": {"mean": 0.5}},
     )
 
 
@@ -87,6 +86,16 @@ def test_the_newest_is_read_back(paths: RunPaths) -> None:
     assert earlier is not None
     assert earlier.state == state(2)
     assert newest_complete(paths, at_most=1) is None
+
+
+def test_a_checkpoint_with_other_fields_is_of_another_version(paths: RunPaths) -> None:
+    write(paths, 4)
+    (path,) = checkpoints_of(paths)
+    fields = json.loads((path / "loop.json").read_text())
+    (path / "loop.json").write_text(json.dumps({**fields, "monitors": {}}))
+    checkpoints._write_manifest(path, [checkpoints._written(path / name) for name in ("state", "loop.json")])
+    with pytest.raises(DataError, match=r"was written by another version: loop\.json: .*'monitors'"):
+        verified(path)
 
 
 def test_a_checkpoint_is_written_behind_the_next_step(paths: RunPaths) -> None:
