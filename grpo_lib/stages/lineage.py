@@ -26,7 +26,7 @@ _SWITCHES = re.compile(
     r"(OMP|MKL|ONEDNN|DNNL|KMP|CUBLAS|CUDNN|NVIDIA_TF32|TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON|VLLM|NCCL|DS|"
     r"ATEN)_\w+|PYTHONHASHSEED|CUDA_LAUNCH_BLOCKING"
 )
-_NO_SWITCH = re.compile(r"\w*(KEY|TOKEN|SECRET|PASSWORD|LOGGING|CACHE|_DIR|_PATH|_ROOT|USAGE_STATS)\w*")
+_NO_SWITCH = re.compile(r"\w*(KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|LOGGING|CACHE|_DIR|_PATH|_ROOT|USAGE_STATS)\w*")
 _SOURCES = frozenset({".py", ".json", ".toml", ".txt", ".lock", ".yaml", ".yml"})
 _ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # that choose kernels on x86
 

@@ -44,6 +44,7 @@ def test_names_are_normalised() -> None:
         ("TORCHINDUCTOR_MAX_AUTOTUNE", True),
         ("NCCL_ALGO", True),
         ("VLLM_API_KEY", False),
+        ("TORCH_HUB_CREDENTIALS", False),
         ("VLLM_CACHE_ROOT", False),
         ("TORCH_LOGS_PATH", False),
         ("HOME", False),
