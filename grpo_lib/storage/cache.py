@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from grpo_lib.data.files import free_bytes, no_room, storage_errors
+from grpo_lib.data.files import free_bytes, fsync, no_room, storage_errors
 from grpo_lib.errors import StorageError
 
 _SETTING = "XDG_CACHE_HOME"
@@ -58,6 +58,7 @@ class ArtifactCache:
         path = self._path(key)
         with storage_errors(path, setting=_SETTING):
             path.parent.mkdir(parents=True, exist_ok=True)
+            fsync(scratch)  # or a machine that fails may leave the name and the size without the bytes
             scratch.chmod(0o444)
             os.replace(scratch, path)
         self._shrink()

@@ -124,6 +124,10 @@ class ArtifactStore(Protocol):
         """Every artifact, by key."""
         ...
 
+    def modified(self, key: str) -> float | None:
+        """When an artifact was last stored, as in `artifacts`; None where there is none."""
+        ...
+
     def remove(self, key: str) -> None:
         """Remove an artifact; one that is not there is no error. Only `gc` may know that nobody needs it."""
         ...

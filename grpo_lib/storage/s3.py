@@ -18,7 +18,7 @@ from boto3.s3.transfer import TransferConfig
 from botocore.exceptions import ClientError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
 from grpo_lib.data.files import sha256_of, storage_errors
-from grpo_lib.errors import StorageError
+from grpo_lib.errors import ArtifactLost, StorageError
 from grpo_lib.storage.cache import ArtifactCache
 from grpo_lib.storage.refs import Stored, StoreKind, StoreRef, document_name
 from grpo_lib.storage.s3_client import ABSENT, GONE, HASTY, code_of, s3_client, s3_errors
@@ -112,6 +112,17 @@ class S3Store:
         for found in self._listed("objects/"):
             yield Stored(name=found.name.rpartition("/")[2], size_bytes=found.size_bytes, modified=found.modified)
 
+    def modified(self, key: str) -> float | None:
+        """See `refs.ArtifactStore`."""
+        name = self._object(key)
+        with s3_errors("read", self._bucket, name):
+            try:
+                return self._client.head_object(Bucket=self._bucket, Key=name)["LastModified"].timestamp()
+            except ClientError as error:
+                if code_of(error) in ABSENT:
+                    return None
+                raise
+
     def remove(self, key: str) -> None:
         """See `refs.ArtifactStore`."""
         self._delete(self._object(key))
@@ -171,7 +182,7 @@ class S3Store:
     def _send(self, name: str, source: BinaryIO, expected: Digests) -> None:
         source.seek(0)
         if not expected.parts:
-            data = source.read()
+            data = source.read(expected.size_bytes)
             if hashlib.sha256(data).digest() != expected.whole:
                 raise StorageError(f"the file changed while it was sent to s3://{self._bucket}/{name}; store it again")
             send_whole(self._client, self._bucket, name, data)
@@ -227,14 +238,14 @@ class S3Store:
         """The error itself, or the one that says that there is no such artifact."""
         if code_of(error) not in ABSENT:
             return error
-        return StorageError(
+        return ArtifactLost(
             f"artifact s3://{self._bucket}/{name} is not in the store; it was removed, or storage.store differs from "
             "the run that stored it"
         )
 
     def _compare(self, ref: StoreRef, num_bytes: int, sha256: str) -> None:
         if (num_bytes, sha256) != (ref.size_bytes, ref.key):
-            raise StorageError(
+            raise ArtifactLost(
                 f"artifact s3://{self._bucket}/{self._object(ref.key)} was damaged after storing: {num_bytes:,} of "
                 f"{ref.size_bytes:,} bytes with sha256 {sha256}; store it again from its source, or remove it"
             )

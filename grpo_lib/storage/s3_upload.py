@@ -10,7 +10,7 @@ import base64
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -48,12 +48,12 @@ class Digests:
 
 
 def digests(source: BinaryIO, size_bytes: int, *, part_bytes: int) -> Digests:
-    """Read a file once."""
+    """Read the first `size_bytes` of a file once. It may grow meanwhile: a log does while it is published."""
     whole, parts = hashlib.sha256(), []
     if size_bytes > part_bytes * _MAX_PARTS:
         part_bytes = math.ceil(size_bytes / _MAX_PARTS / MIB) * MIB
     read = 0
-    for piece in _pieces(source, part_bytes):
+    while piece := source.read(min(part_bytes, size_bytes - read)):
         whole.update(piece)
         parts.append(hashlib.sha256(piece).digest())
         read += len(piece)
@@ -85,7 +85,7 @@ def send_parts(client: Any, bucket: str, name: str, source: BinaryIO, expected: 
     A failure leaves the parts that arrived, for whoever tries again; `gc` removes those that nobody continues.
 
     Raises:
-        StorageError: the file is not the one that was hashed.
+        StorageError: the bytes are not those that were hashed.
     """
     where = {"Bucket": bucket, "Key": name}
     upload = (
@@ -96,9 +96,10 @@ def send_parts(client: Any, bucket: str, name: str, source: BinaryIO, expected: 
     tags: dict[int, str] = {}
     with ThreadPoolExecutor(max_workers=_PARALLEL, thread_name_prefix="upload") as pool:
         under_way: deque[tuple[int, Future[Any]]] = deque()
-        for number, piece in enumerate(_pieces(source, expected.part_bytes), start=1):
-            checksum = hashlib.sha256(piece).digest()
-            if number > len(expected.parts) or checksum != expected.parts[number - 1]:
+        for number, checksum in enumerate(expected.parts, start=1):
+            rest = expected.size_bytes - (number - 1) * expected.part_bytes
+            piece = source.read(min(expected.part_bytes, rest))
+            if hashlib.sha256(piece).digest() != checksum:
                 client.abort_multipart_upload(**where, UploadId=upload)
                 raise StorageError(f"the file changed while it was sent to s3://{bucket}/{name}; store it again")
             if number in there and there[number].holds(piece, checksum):
@@ -163,11 +164,6 @@ def _sent(request: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str,
             if code_of(error) not in MANGLED:
                 raise
     return request(**arguments)
-
-
-def _pieces(source: BinaryIO, num_bytes: int) -> Iterator[bytes]:
-    while piece := source.read(num_bytes):
-        yield piece
 
 
 def base64_of(digest: bytes) -> str:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_lib.errors import StorageError
+from grpo_lib.storage import cache as cache_module
 from grpo_lib.storage import s3
 from grpo_lib.storage.cache import ArtifactCache
 from grpo_lib.storage.locations import open_store
@@ -253,6 +254,61 @@ def test_a_file_that_changes_while_it_is_sent(
         store.put_file(large)
     assert keys() == []
     assert list(store.unfinished()) == []
+
+
+@pytest.mark.parametrize("size", [1000, PART, 2 * PART, 2 * PART + 1000])
+def test_a_file_that_grows_while_it_is_sent(
+    bucket: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was there at first is stored, as of a log that the run appends to."""
+    store, path = in_parts(bucket, tmp_path), tmp_path / "metrics.jsonl"
+    before = os.urandom(size)
+    path.write_bytes(before)
+    hashed = s3.digests
+
+    def append() -> None:
+        with path.open("ab") as file:
+            file.write(b"one more row\n" * 1000)
+
+    def between_appends(source: Any, size_bytes: int, *, part_bytes: int) -> Any:
+        append()
+        found = hashed(source, size_bytes, part_bytes=part_bytes)
+        append()
+        return found
+
+    monkeypatch.setattr(s3, "digests", between_appends)
+    ref = store.put_file(path)
+    assert (ref.key, ref.size_bytes) == (hashlib.sha256(before).hexdigest(), size)
+    store.verify(ref)
+
+
+@pytest.mark.parametrize("left", [0, PART, PART + 1])
+def test_a_file_that_shrinks_while_it_is_sent(
+    bucket: str, left: int, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: Callable[[], list[str]]
+) -> None:
+    store = in_parts(bucket, tmp_path)
+    hashed = s3.digests
+
+    def then_cut(source: Any, size_bytes: int, *, part_bytes: int) -> Any:
+        found = hashed(source, size_bytes, part_bytes=part_bytes)
+        os.truncate(large, left)
+        return found
+
+    monkeypatch.setattr(s3, "digests", then_cut)
+    with pytest.raises(StorageError, match=rf"file changed while it was sent to s3://{bucket}/objects"):
+        store.put_file(large)
+    assert keys() == []
+
+
+def test_a_cached_file_is_on_the_disk_before_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[bytes] = []
+    cache = ArtifactCache(tmp_path)
+    monkeypatch.setattr(cache_module, "fsync", lambda path: flushed.append(path.read_bytes()))
+    with cache.scratch(4) as scratch:
+        scratch.write_bytes(b"text")
+        monkeypatch.setattr(os, "replace", lambda source, target: flushed.append(b"named"))
+        cache.admit(scratch, "aa" * 32)
+    assert flushed == [b"text", b"named"]
 
 
 def test_the_cache_is_bounded_and_forgets_the_least_recently_used(tmp_path: Path) -> None:
