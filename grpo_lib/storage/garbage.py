@@ -32,15 +32,22 @@ def plan(store: ArtifactStore, *, grace_s: float, forgotten: Collection[str] = (
 
     Args:
         grace_s: How long a run may be silent and still count as alive. Longer than the time between two checkpoints.
-        forgotten: Ids of runs as if the store did not know them.
+        forgotten: Ids of runs as if the store did not know them; not of those that may be alive.
 
     Raises:
-        StorageError: a run's folder is missing, so that nobody knows what it refers to; or the store cannot be read.
+        StorageError: a run's folder is missing, so that nobody knows what it refers to; a forgotten run may be alive;
+            or the store cannot be read.
     """
     now = time.time()
     known = known_runs(store)
     if unknown := set(forgotten) - {run.run_id for run in known}:
         raise StorageError(f"{store.location} knows no run {', '.join(sorted(unknown))}; grpo store ls shows those")
+    alive = [run for run in known if run.last_sign > now - grace_s]
+    if kept := [run.run_id for run in alive if run.run_id in forgotten]:
+        raise StorageError(
+            f"{', '.join(kept)} wrote something within the last {grace_s / 3600:g} hours and may be at work, so it is "
+            "not given up; stop the run and wait, or shorten --grace-hours"
+        )
     runs = [run for run in known if run.run_id not in forgotten]
     missing = [run.run_id for run in runs if run.folder_is_missing]
     if missing:
@@ -49,13 +56,12 @@ def plan(store: ArtifactStore, *, grace_s: float, forgotten: Collection[str] = (
             "refer to is unknown, so nothing is removed. Mount their disk, or give the run up with "
             f"grpo store gc --forget {missing[0]}"
         )
-    live = [run for run in runs if run.last_sign > now - grace_s]
-    cutoff = min([now - grace_s, *(run.registered for run in live)])
+    cutoff = min([now - grace_s, *(run.registered for run in alive)])
     artifacts = list(store.artifacts())  # before the references: what is stored after this is not looked at
     keys = {key for run in runs for key in references(store, run).keys}
     return GarbagePlan(
         runs=tuple(runs),
-        live=tuple(run.run_id for run in live),
+        live=tuple(run.run_id for run in alive),
         cutoff=cutoff,
         referred=tuple(one for one in artifacts if one.name in keys),
         young=tuple(one for one in artifacts if one.name not in keys and one.modified >= cutoff),
@@ -65,18 +71,21 @@ def plan(store: ArtifactStore, *, grace_s: float, forgotten: Collection[str] = (
 
 
 def remove(store: ArtifactStore, found: GarbagePlan) -> list[Stored]:
-    """Remove a plan's garbage but for what was stored again since; returns what was removed.
+    """Remove a plan's garbage but for what was stored again since, each looked at when its turn comes; returns what was
+    removed.
 
     Raises:
         StorageError: the store cannot be written.
     """
-    garbage = {one.name for one in found.garbage}
-    still = [one for one in store.artifacts() if one.name in garbage and one.modified < found.cutoff]
-    for one in still:
-        store.remove(one.name)
+    removed = []
+    for one in found.garbage:
+        modified = store.modified(one.name)
+        if modified is not None and modified < found.cutoff:
+            store.remove(one.name)
+            removed.append(one)
     for one in found.unfinished:
         store.remove_unfinished(one.name)
-    return still
+    return removed
 
 
 def verify_all(

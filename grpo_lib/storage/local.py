@@ -7,14 +7,14 @@ import os
 import stat
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
 
 from grpo_lib.data.files import free_bytes, fsync, no_room, sha256_of, storage_errors, whole_file
-from grpo_lib.errors import StorageError
+from grpo_lib.errors import ArtifactLost, StorageError
 from grpo_lib.storage.refs import Stored, StoreKind, StoreRef, document_name
 from grpo_lib.storage.tables import write_table
 
@@ -62,14 +62,14 @@ class LocalStore:
         try:
             size = path.stat().st_size
         except FileNotFoundError as error:
-            raise StorageError(
+            raise ArtifactLost(
                 f"artifact {ref.key} is not in the store {self._root}; it was removed, or {_SETTING} differs from the "
                 "run that stored it"
             ) from error
         if size != ref.size_bytes:
-            raise StorageError(f"artifact {path} was damaged after storing: {size:,} of {ref.size_bytes:,} bytes")
+            raise ArtifactLost(f"artifact {path} was damaged after storing: {size:,} of {ref.size_bytes:,} bytes")
         if verified and (found := sha256_of(path)) != ref.key:
-            raise StorageError(f"artifact {path} was damaged after storing: its sha256 is now {found}")
+            raise ArtifactLost(f"artifact {path} was damaged after storing: its sha256 is now {found}")
         return path
 
     def verify(self, ref: StoreRef) -> None:
@@ -83,11 +83,17 @@ class LocalStore:
             found = _copy_and_hash(source, target)
         if found != ref.key:
             target.unlink()
-            raise StorageError(f"artifact {path} was damaged after storing: its sha256 is now {found}")
+            raise ArtifactLost(f"artifact {path} was damaged after storing: its sha256 is now {found}")
 
     def artifacts(self) -> Iterator[Stored]:
         """See `refs.ArtifactStore`; what is removed meanwhile is left out."""
         yield from _listed(self._root / "objects", lambda path: path.name)
+
+    def modified(self, key: str) -> float | None:
+        """See `refs.ArtifactStore`."""
+        with storage_errors(self._path(key), setting=_SETTING), suppress(FileNotFoundError):
+            return self._path(key).stat().st_mtime
+        return None
 
     def remove(self, key: str) -> None:
         """See `refs.ArtifactStore`."""
@@ -102,8 +108,9 @@ class LocalStore:
     def read_document(self, name: str) -> bytes | None:
         """See `refs.ArtifactStore`."""
         path = self._root / document_name(name)
-        with storage_errors(path, setting=_SETTING):
+        with storage_errors(path, setting=_SETTING), suppress(FileNotFoundError):
             return path.read_bytes() if path.is_file() else None
+        return None  # it went after we looked
 
     def documents(self, prefix: str) -> Iterator[Stored]:
         """See `refs.ArtifactStore`."""
@@ -172,10 +179,15 @@ def _listed(folder: Path, name: Callable[[Path], str]) -> Iterator[Stored]:
 
 
 def _copy_and_hash(source: BinaryIO, target: Path) -> str:
-    """Copy a file and hash what was copied: the source may change in between, the copy may not."""
+    """Copy a file and hash what was copied: the source may change in between, the copy may not. All or nothing."""
     digest = hashlib.sha256()
-    with target.open("xb") as copy:
-        while chunk := source.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            copy.write(chunk)
+    copy = target.open("xb")
+    try:
+        with copy:
+            while chunk := source.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                copy.write(chunk)
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
     return digest.hexdigest()

@@ -7,6 +7,7 @@ the JSON files that it published. Every sha256 in them counts, whatever it is th
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -95,9 +96,10 @@ def _known_run(store: ArtifactStore, run_id: str, documents: dict[str, float]) -
         relative = json.loads(data)["folder"] if data is not None else None
     except (ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{store.location}/{RUNS}{run_id}/{REGISTERED} is damaged: {error!r}") from error
-    folder = None if relative is None else (Path(store.location) / relative).resolve()
+    # By name alone, as `RunMirror.register` found it: `..` of a link to the store leads elsewhere on the disk.
+    folder = None if relative is None else Path(os.path.normpath(os.path.join(store.location, relative)))
     present = folder if folder is not None and folder.is_dir() else None
-    signs = [*documents.values(), *(() if present is None else (_modified(path) for path in present.rglob("*")))]
+    signs = [*documents.values(), *(() if present is None else (_modified(path) for path in _below(present)))]
     return KnownRun(
         run_id=run_id,
         registered=documents.get(REGISTERED, min(documents.values())),
@@ -120,11 +122,11 @@ def _texts(store: ArtifactStore, run: KnownRun) -> Iterator[bytes]:
         if _parted(document.name)[1].startswith(PUBLISHED):
             for file in published_files(data, where=f"{store.location}/{document.name}"):
                 if file.path.suffix in _JSON:
-                    yield store.get(file.ref).read_bytes()
+                    yield store.get(file.ref, verified=True).read_bytes()
     if run.folder is not None:
-        for path in sorted(run.folder.rglob("*")):
-            if path.suffix in _JSON and path.is_file():
-                yield path.read_bytes()
+        for path in _below(run.folder):
+            if path.suffix in _JSON and (data := _content(path)) is not None:
+                yield data
 
 
 def _refs_in(data: bytes) -> Iterator[StoreRef]:
@@ -151,6 +153,30 @@ def _walk(value: Any) -> Iterator[StoreRef]:
     elif isinstance(value, list):
         for inner in value:
             yield from _walk(inner)
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """All files and folders in a folder, in order. A run at work removes some meanwhile; they are left out."""
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise StorageError(
+                f"{error.filename} cannot be read ({error.strerror}), so what a run refers to is unknown"
+            )
+
+    for place, folders, files in os.walk(folder, onerror=refuse):
+        folders.sort()
+        yield from (Path(place, name) for name in sorted([*folders, *files]))
+
+
+def _content(path: Path) -> bytes | None:
+    """A file's bytes; None where it is none, or is gone."""
+    try:
+        return path.read_bytes() if path.is_file() else None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read ({error.strerror}), so what a run refers to is unknown") from error
 
 
 def _modified(path: Path) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from grpo_lib.storage.refs import ArtifactStore, StoreRef
 from grpo_lib.storage.registry import forget, known_runs, references
 
 DAY = 86_400.0
+Later = Callable[..., GarbagePlan]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +63,16 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Site:
 
 
 @pytest.fixture
-def days_later(monkeypatch: pytest.MonkeyPatch) -> Callable[[ArtifactStore, float], GarbagePlan]:
+def days_later(monkeypatch: pytest.MonkeyPatch) -> Later:
     """The plan that somebody makes in some days, with a grace period of one."""
 
-    def later(store: ArtifactStore, days: float) -> GarbagePlan:
+    def later(store: ArtifactStore, days: float, *forgotten: str) -> GarbagePlan:
         now = time.time()
         with monkeypatch.context() as patch:
             patch.setattr(time, "time", lambda: now + days * DAY)
-            return plan(store, grace_s=DAY)
+            return plan(store, grace_s=DAY, forgotten=forgotten)
 
     return later
-
-
-Later = Callable[[ArtifactStore, float], GarbagePlan]
 
 
 def names(things: Any) -> set[str]:
@@ -139,7 +138,110 @@ def test_what_is_stored_again_between_plan_and_removal_stays(tmp_path: Path, day
     store.verify(ref)
 
 
-def test_a_run_whose_folder_is_missing_stops_everything(tmp_path: Path) -> None:
+def test_what_is_stored_again_while_others_are_removed_stays(
+    tmp_path: Path, days_later: Later, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(str(tmp_path / "store"))
+    refs = {}
+    for text in ("one", "two"):
+        (tmp_path / text).write_text(text)
+        ref = store.put_file(tmp_path / text)
+        refs[ref.key] = ref
+    found = days_later(store, 3)
+    first, second = found.garbage
+    removed = store.remove
+
+    def then_stored_again(key: str) -> None:
+        removed(key)
+        now = time.time()
+        os.utime(store.get(refs[second.name]), (now + 3 * DAY, now + 3 * DAY))
+
+    monkeypatch.setattr(store, "remove", then_stored_again)
+    assert remove(store, found) == [first]
+    store.verify(refs[second.name])
+
+
+def test_when_an_artifact_was_stored(site: Site) -> None:
+    ref = site.put("text")
+    assert site.store.modified(ref.key) == pytest.approx(
+        next(one.modified for one in site.store.artifacts() if one.name == ref.key), abs=1.0
+    )
+    assert site.store.modified("0" * 64) is None
+
+
+def test_a_run_that_may_be_at_work_is_not_given_up(site: Site, days_later: Later) -> None:
+    with pytest.raises(StorageError, match=r"GRPOFlow/1 wrote something within the last 24 hours and may be at work"):
+        days_later(site.store, 0.5, "GRPOFlow/1")
+    assert days_later(site.store, 3, "GRPOFlow/1").runs == ()
+
+
+def test_a_store_behind_a_link_finds_its_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "GRPOFlow" / "1"
+    folder.mkdir(parents=True)
+    (tmp_path / "large" / "disk").mkdir(parents=True)
+    (tmp_path / "runs" / "store").symlink_to(tmp_path / "large" / "disk")
+    store = open_store(str(tmp_path / "runs" / "store"))
+    RunMirror(store, run_id="GRPOFlow/1", folder=folder).register()
+    (run,) = known_runs(store)
+    assert (run.folder, run.folder_is_missing) == (folder, False)
+    plan(store, grace_s=DAY)
+
+
+def test_references_are_not_read_from_a_damaged_cache(bucket: str, tmp_path: Path, days_later: Later) -> None:
+    store = open_store(f"s3://{bucket}/p", cache=tmp_path / "cache")
+    folder = tmp_path / "GRPOFlow" / "1"
+    folder.mkdir(parents=True)
+    mirror = RunMirror(store, run_id="GRPOFlow/1", folder=folder)
+    site = Site(store=store, mirror=mirror, folder=folder)
+    mirror.register()
+    kept = site.put("rollouts")
+    site.write("rollouts.jsonl", line(kept, step=1))
+    (listed,) = mirror.files(folder / "rollouts.jsonl")
+    cached = store.get(listed.ref)
+    cached.chmod(0o644)
+    cached.write_bytes(bytes(listed.ref.size_bytes))
+    assert names(days_later(store, 3).garbage) == set()
+
+
+def test_a_run_that_removes_files_while_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file goes between the look and the reading, and a whole folder between its name and its files."""
+    store = open_store(str(tmp_path / "store"))
+    folder = tmp_path / "GRPOFlow" / "1"
+    checkpoints = [folder / "checkpoints" / f"step-{step}" for step in (1, 2, 3)]
+    for number, checkpoint in enumerate(checkpoints):
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text(json.dumps({"rank0": str(number) * 64}))
+    RunMirror(store, run_id="GRPOFlow/1", folder=folder).register()
+    (run,) = known_runs(store)
+    is_file = Path.is_file
+
+    def then_pruned(path: Path) -> bool:
+        found = is_file(path)
+        if path.parent == checkpoints[0]:
+            for checkpoint in checkpoints[:2]:
+                shutil.rmtree(checkpoint)
+        return found
+
+    monkeypatch.setattr(Path, "is_file", then_pruned)
+    assert references(store, run).keys == {"2" * 64}
+
+
+def test_a_folder_that_cannot_be_read_is_no_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(str(tmp_path / "store"))
+    folder = tmp_path / "GRPOFlow" / "1"
+    folder.mkdir(parents=True)
+    RunMirror(store, run_id="GRPOFlow/1", folder=folder).register()
+    (run,) = known_runs(store)
+
+    def forbidden(path: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", forbidden)
+    with pytest.raises(StorageError, match=r"GRPOFlow/1 cannot be read \(Permission denied\), so what a run refers to"):
+        references(store, run)
+
+
+def test_a_run_whose_folder_is_missing_stops_everything(tmp_path: Path, days_later: Later) -> None:
     store = open_store(str(tmp_path / "store"))
     folder = tmp_path / "GRPOFlow" / "1"
     folder.mkdir(parents=True)
@@ -147,7 +249,7 @@ def test_a_run_whose_folder_is_missing_stops_everything(tmp_path: Path) -> None:
     shutil.rmtree(folder)
     with pytest.raises(StorageError, match=r"folders are missing: GRPOFlow/1; .* gc --forget GRPOFlow/1"):
         plan(store, grace_s=DAY)
-    assert plan(store, grace_s=DAY, forgotten=["GRPOFlow/1"]).runs == ()
+    assert days_later(store, 3, "GRPOFlow/1").runs == ()
     forget(store, "GRPOFlow/1")
     assert known_runs(store) == []
     with pytest.raises(StorageError, match="knows no run 'GRPOFlow/1'"):

@@ -136,6 +136,17 @@ def test_disk_that_fills_while_writing_leaves_nothing(store: LocalStore, source:
     store.verify(store.put_file(source))
 
 
+def test_a_copy_that_does_not_fit_leaves_nothing(store: LocalStore, source: Path, tmp_path: Path) -> None:
+    ref, target = store.put_file(source), tmp_path / "copy"
+    with largest_file(4096), pytest.raises(StorageError, match=r"File too large: 10,240 bytes needed"):
+        store.copy(ref, target)
+    assert not target.exists()
+    target.write_bytes(b"of somebody")
+    with pytest.raises(StorageError, match="File exists"):
+        store.copy(ref, target)
+    assert target.read_bytes() == b"of somebody"
+
+
 def test_unwritable_root(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match=r"Not a directory; check the folder and its disk, or point storage\.store"):
         LocalStore(source / "store").put_file(source)
