@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lib.data.files import append_json_line, storage_errors
-from grpo_lib.errors import DataError, RunBusy
+from grpo_lib.errors import DataError, RunBusy, StorageError
 from grpo_lib.stages.run_paths import RunPaths
-from grpo_lib.tracking import read_metrics
 
 HEARTBEAT_S = 5.0
 SILENT_S = 20.0  # a process that cannot be looked up counts as dead when it does not beat for this long
@@ -87,10 +86,14 @@ class Holder:
 
 
 class Attempt:
-    """This process's hold on a run. What it reports only tells others where it stands. For one thread."""
+    """This process's hold on a run. What it reports only tells others where it stands. For one thread.
 
-    def __init__(self, page: int, holder: Holder, lines: Path) -> None:
-        self._page, self._holder, self._lines = page, holder, lines
+    Raises:
+        RunBusy: in what reports, when the run is no longer held by this process: it was taken for dead.
+    """
+
+    def __init__(self, page: int, holder: Holder, paths: RunPaths) -> None:
+        self._page, self._holder, self._paths = page, holder, paths
 
     @property
     def number(self) -> int:
@@ -117,7 +120,8 @@ class Attempt:
     def note(self, event: str, **facts: Any) -> None:
         """Add a line to the run's list of attempts."""
         line = {"attempt": self.number, "event": event, "stage": self._holder.stage, "at": _now(), **facts}
-        append_json_line(self._lines, line, setting=_SETTING)
+        _end_last_line(self._paths.attempts)
+        append_json_line(self._paths.attempts, line, setting=_SETTING)
 
     def beat(self) -> None:
         """Show that the process is alive: the page's time is the heartbeat, whatever stands on it."""
@@ -132,12 +136,31 @@ class Attempt:
         try:
             yield
         except BaseException as error:
-            self.note("failed", error=f"{type(error).__name__}: {error}"[:_ERROR_CHARS])
+            try:
+                self.note("failed", error=f"{type(error).__name__}: {error}"[:_ERROR_CHARS])
+            except StorageError as second:
+                log.error("that attempt %d failed is not on record: %s", self.number, second)
             raise
         self.note("done")
         self._report(stage=before, step=None, span=None)
 
+    def leave(self) -> None:
+        """Empty the page, unless it is another's. What fails is logged: the work's own error may be on the way up."""
+        try:
+            found = holder_of(self._paths)
+            if found is not None and found.process == self._holder.process:
+                os.ftruncate(self._page, 0)
+        except (OSError, DataError) as error:
+            log.error("%s still names this process: %s", self._paths.running, error)
+
     def _report(self, **changes: Any) -> None:
+        found = holder_of(self._paths)
+        if found is None or found.process != self._holder.process:
+            now = "nobody" if found is None else str(found)
+            raise RunBusy(
+                f"{self._paths.run} is not held by this process any more, which was {self._holder}; the holder now is "
+                f"{now}. It was silent for more than {SILENT_S:g} s, or its page was removed; nothing more is written"
+            )
         self._holder = replace(self._holder, **changes)
         _write_page(self._page, self._holder)
 
@@ -155,7 +178,7 @@ def attempt(paths: RunPaths, *, stage: str) -> Iterator[Attempt]:
         page = os.open(paths.running, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         holder, is_outermost = _take(page, paths, stage)
-        current = Attempt(page, holder, paths.attempts)
+        current = Attempt(page, holder, paths)
         if not is_outermost:
             with current.stage(stage):
                 yield current
@@ -164,7 +187,7 @@ def attempt(paths: RunPaths, *, stage: str) -> Iterator[Attempt]:
             with _beating(current), current.stage(stage):
                 yield current
         finally:
-            os.ftruncate(page, 0)
+            current.leave()
     finally:
         os.close(page)
 
@@ -186,12 +209,30 @@ def holder_of(paths: RunPaths) -> Holder | None:
 
 
 def attempts_of(paths: RunPaths) -> list[dict[str, Any]]:
-    """Lines of `attempts.jsonl`, oldest first.
+    """Lines of `attempts.jsonl`, oldest first, without those that a full disk or a loss of power cut off."""
+    if not paths.attempts.is_file():
+        return []
+    lines = (_parsed(line) for line in paths.attempts.read_bytes().splitlines())
+    return [line for line in lines if line is not None]
 
-    Raises:
-        DataError: a line is not JSON.
-    """
-    return list(read_metrics(paths.attempts)) if paths.attempts.is_file() else []
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) and "attempt" in values else None
+
+
+def _end_last_line(file: Path) -> None:
+    """Start a new line where the last one was cut off: the next would join it."""
+    with storage_errors(file, setting=_SETTING):
+        if not file.is_file() or file.stat().st_size == 0:
+            return
+        with file.open("rb+") as lines:
+            lines.seek(-1, os.SEEK_END)
+            if lines.read() != b"\n":
+                lines.write(b"\n")
 
 
 def _take(page: int, paths: RunPaths, stage: str) -> tuple[Holder, bool]:
@@ -201,12 +242,13 @@ def _take(page: int, paths: RunPaths, stage: str) -> tuple[Holder, bool]:
         found, own = _read_page(page, paths), ProcessName.own()
         if found is not None and found.process == own:
             return found, False
-        if found is not None and _is_alive(found, paths):
+        if found is not None and (worker := _at_work(found, paths)) is not None:
             raise RunBusy(
-                f"{paths.run} is being worked on: {found}. Wait for it, or stop that process; a run is continued by "
+                f"{paths.run} is being worked on: {worker}. Wait for it, or stop that process; a run is continued by "
                 "one process at a time"
             )
-        number = 1 + max((line["attempt"] for line in attempts_of(paths)), default=0)
+        before = [line["attempt"] for line in attempts_of(paths)]
+        number = 1 + max([0 if found is None else found.attempt, *before])  # its own lines may have been cut off
         holder = Holder(attempt=number, process=own, host=socket.gethostname(), stage=stage)
         _write_page(page, holder)
         return holder, True
@@ -214,21 +256,26 @@ def _take(page: int, paths: RunPaths, stage: str) -> tuple[Holder, bool]:
         fcntl.flock(page, fcntl.LOCK_UN)
 
 
-def _is_alive(found: Holder, paths: RunPaths) -> bool:
-    """Whether a process is at work; waits for its heartbeat where it cannot be looked up. Clocks are not compared."""
+def _at_work(found: Holder, paths: RunPaths) -> Holder | None:
+    """Who is at work, if anybody is; waits for a heartbeat where the process cannot be looked up.
+
+    Clocks are not compared. A process that takes the run meanwhile is judged in its turn.
+    """
     alive = found.process.is_alive()
     if alive is not None:
-        return alive
+        return found if alive else None
     log.info("%s may still be at work: waiting %g s for a heartbeat of %s", paths.run, SILENT_S, found)
     deadline = time.monotonic() + SILENT_S
     while time.monotonic() < deadline:
         time.sleep(1.0)
         now = holder_of(paths)  # opened anew each time: a network file system then looks at the server's time
-        if now is None or now.process != found.process:
-            return False
+        if now is None:
+            return None
+        if now.process != found.process:
+            return _at_work(now, paths)
         if now.beat != found.beat:
-            return True
-    return False
+            return now
+    return None
 
 
 @contextmanager
@@ -237,7 +284,10 @@ def _beating(current: Attempt) -> Iterator[None]:
 
     def beat() -> None:
         while not ended.wait(HEARTBEAT_S):
-            current.beat()
+            try:
+                current.beat()
+            except OSError as error:  # of a network file system, for a moment; without a beat the run counts as free
+                log.warning("no heartbeat on attempt %d's page this time: %s", current.number, error)
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
     thread.start()

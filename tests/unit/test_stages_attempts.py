@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 
 from grpo_lib.errors import DataError, RunBusy
 from grpo_lib.stages import attempts
-from grpo_lib.stages.attempts import ProcessName, attempt, attempts_of, holder_of
+from grpo_lib.stages.attempts import Attempt, ProcessName, attempt, attempts_of, holder_of
 from grpo_lib.stages.run_paths import RunPaths
 
 
@@ -136,3 +137,120 @@ def test_a_damaged_page_is_not_taken_for_a_free_run(paths: RunPaths) -> None:
         holder_of(paths)
     with pytest.raises(DataError, match="is damaged"), attempt(paths, stage="fit"):
         pass
+
+
+@pytest.mark.parametrize("torn", [b'{"attempt": 2, "eve', b"\x00\x00\xff", b"[1]"])
+def test_a_line_that_was_cut_off_counts_for_nothing_and_the_next_starts_anew(paths: RunPaths, torn: bytes) -> None:
+    with attempt(paths, stage="fit"):
+        pass
+    with paths.attempts.open("ab") as file:
+        file.write(torn)
+    with attempt(paths, stage="fit") as current:
+        assert current.number == 2
+    assert torn in paths.attempts.read_bytes().splitlines()
+    assert [(line["attempt"], line["event"]) for line in attempts_of(paths)] == [
+        (1, "begin"), (1, "done"), (2, "begin"), (2, "done"),
+    ]  # fmt: skip
+
+
+def test_an_attempt_whose_lines_were_lost_is_counted_by_its_page(paths: RunPaths) -> None:
+    with held(paths) as pid:
+        os.kill(pid, signal.SIGKILL)
+    paths.attempts.write_text('{"attempt": 1, "eve')
+    with attempt(paths, stage="fit") as current:
+        assert current.number == 2
+
+
+def test_a_failure_that_cannot_be_put_on_record_is_still_the_one_that_is_raised(
+    paths: RunPaths, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        paths.attempts.unlink()
+        paths.attempts.mkdir()
+        raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first"), attempt(paths, stage="fit"):
+        fail()
+    assert "that attempt 1 failed is not on record: cannot write" in caplog.text
+    assert holder_of(paths) is None
+
+
+def test_a_heartbeat_that_fails_once_is_followed_by_the_next(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attempts, "HEARTBEAT_S", 0.02)
+    beats = 0
+
+    def beat(_: Attempt) -> None:
+        nonlocal beats
+        beats += 1
+        if beats == 1:
+            raise OSError("stale file handle")
+
+    monkeypatch.setattr(Attempt, "beat", beat)
+    with attempt(paths, stage="fit"):
+        deadline = time.monotonic() + 10
+        while beats < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert "no heartbeat on attempt 1's page this time: stale file handle" in caplog.text
+
+
+def another_takes(paths: RunPaths, *, pid: int) -> None:
+    """Another process has taken the run, as its page says."""
+    page = json.loads(paths.running.read_text())
+    page["attempt"] += 1
+    page["process"] |= {"boot_id": "another machine's", "pid": pid}
+    paths.running.write_text(json.dumps(page))
+
+
+def test_a_process_that_lost_the_run_stops_and_leaves_the_new_holders_page(paths: RunPaths) -> None:
+    def report(current: Attempt) -> None:
+        another_takes(paths, pid=77)
+        current.at_step(3)
+
+    lost = r"not held by this process.*the holder now is attempt 2, process 77 on "
+    with pytest.raises(RunBusy, match=lost), attempt(paths, stage="fit") as current:
+        report(current)
+    assert json.loads(paths.running.read_text())["process"]["pid"] == 77
+
+
+def test_a_process_that_lost_the_run_leaves_its_page_to_the_new_holder_when_it_fails(paths: RunPaths) -> None:
+    def fail() -> None:
+        another_takes(paths, pid=77)
+        raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first"), attempt(paths, stage="fit"):
+        fail()
+    assert json.loads(paths.running.read_text())["process"]["pid"] == 77
+
+
+def test_a_process_that_lost_the_run_to_one_that_ended_stops_too(paths: RunPaths) -> None:
+    def report(current: Attempt) -> None:
+        paths.running.write_text("")
+        current.in_span("pack")
+
+    with pytest.raises(RunBusy, match="the holder now is nobody"), attempt(paths, stage="fit") as current:
+        report(current)
+    assert paths.running.read_text() == ""
+
+
+def test_a_process_that_takes_the_run_while_another_is_watched_is_judged_itself(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with held(paths) as pid:
+        own = paths.running.read_text()
+        foreign(paths)
+        waited = 0
+
+        def look(_: float) -> None:
+            nonlocal waited
+            waited += 1
+            paths.running.write_text(own)
+
+        monkeypatch.setattr("grpo_lib.stages.attempts.time.sleep", look)
+        with pytest.raises(RunBusy, match=f"process {pid} on "), attempt(paths, stage="fit"):
+            pass
+        assert waited == 1
+        monkeypatch.undo()
