@@ -62,6 +62,7 @@ def run(
 
     It goes on from the run's last complete checkpoint, where there is one: with the trainer's state, the place in the
     order of prompts and the version number of that step. Rows of later steps, which are done again, are moved aside.
+    Where all steps are done, the exported model and what was judged of it stay.
 
     Args:
         run_id: Names the wandb run; one that a checkpoint names is continued instead.
@@ -82,6 +83,8 @@ def run(
         point = _prepared(config, paths, current, from_shards=from_shards)
 
         def begin_step(step: int) -> None:
+            if not step_starts:
+                clear(*paths.after_training)  # results of fewer steps, kept until this attempt is sure to train
             step_starts.append(time.perf_counter())
             current.at_step(step)
 
@@ -99,7 +102,7 @@ def run(
                     before_step=begin_step,
                 )
                 trained = time.perf_counter()
-                live.trainer.export_hf(paths.export)
+                _export(live, paths)
                 version = live.trainer.policy_version
                 if after is not None:
                     after(live, verifiers)
@@ -109,12 +112,18 @@ def run(
 
 
 def _prepared(config: RunConfig, paths: RunPaths, current: Attempt, *, from_shards: bool) -> ResumePoint | None:
-    """Bring what is read, find where to start, and leave the run's folder as it was there."""
+    """Bring what is read, find where to start, and leave the tables of steps as they were there."""
     fetch_for_training(paths, from_shards=from_shards)
     point = starting_point(config, paths, current)
     truncate_to(paths, None if point is None else point.state)
-    clear(*paths.after_training)
     return point
+
+
+def _export(live: LiveRun, paths: RunPaths) -> None:
+    """Write the trained model. One that is there is of these weights: the first step of an attempt removes it."""
+    if not paths.export.is_dir():
+        clear(paths.export)  # what a killed attempt left of it
+        live.trainer.export_hf(paths.export)
 
 
 def _span_listener(current: Attempt, on_span: Callable[[int, str], None] | None) -> Callable[[str], None]:

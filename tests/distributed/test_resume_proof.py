@@ -7,6 +7,7 @@ start again), open-instruct 1627 (no sync after a resume), verl 7401 (no step af
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -130,8 +131,11 @@ def test_lost_rows_are_kept_aside(proof: Proof) -> None:
     assert not list(proof.straight.lost.glob("*"))
 
 
-def test_a_run_whose_steps_are_done_is_exported_again_and_not_trained(proof: Proof, fits: ForkedFits) -> None:
+def test_a_run_whose_steps_are_done_is_exported_where_it_was_not_and_not_trained(
+    proof: Proof, fits: ForkedFits
+) -> None:
     before = proven_run(proof.straight)
+    shutil.rmtree(proof.straight.export)
     assert fits.run(proof.config, proof.straight) == 0
     after = proven_run(proof.straight)
     assert (after.rows, after.samples, after.weights) == (before.rows, before.samples, before.weights)
