@@ -12,8 +12,6 @@ import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +72,12 @@ def _register_proof(kinds: Any) -> None:
         "--phase", choices=SPANS, action="append", dest="phases", help="repeatable; every phase of a step when absent"
     )
     prove.add_argument("--same-ranks", action="store_true", help="do not also continue with another number of ranks")
-    prove.add_argument("--keep", type=Path, metavar="FOLDER", help="keep runs and logs in this new folder")
+    prove.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="keep runs and logs in this new folder; without it they are kept where nothing was proven",
+    )
     prove.add_argument("--json", action="store_true", help="the report as one JSON object instead of text")
     prove.set_defaults(command=_prove_resume)
 
@@ -108,36 +111,40 @@ def _prove_resume(options: argparse.Namespace) -> int:
     from grpo_lib.types import ParityReport, ParityVerdict
 
     phases = tuple(dict.fromkeys(options.phases or prove_resume.PHASES))
-    with _folder(options.keep) as folder:
+    folder, is_proven = _new_folder(options.keep), False
+    try:
         reports = [
             prove_resume.run(config, folder=folder, phases=phases, other_ranks=not options.same_ranks)
             for config in configs
         ]
-    whole = ParityReport(
-        checks=tuple(check for report in reports for check in report.checks),
-        tables={name: rows for report in reports for name, rows in report.tables.items()},
-    )
-    report = to_dict(whole)
-    print(json.dumps(report) if options.json else render_report(report))
-    return int(whole.verdict is not ParityVerdict.PASS)
+        whole = ParityReport(
+            checks=tuple(check for report in reports for check in report.checks),
+            tables={name: rows for report in reports for name, rows in report.tables.items()},
+        )
+        report = to_dict(whole)
+        print(json.dumps(report) if options.json else render_report(report))
+        is_proven = whole.verdict is ParityVerdict.PASS
+    finally:
+        if options.keep is None:
+            _leave(folder, is_proven=is_proven)
+    return int(not is_proven)
 
 
-@contextmanager
-def _folder(kept: Path | None) -> Iterator[Path]:
-    """A new folder; one that nobody named is gone afterwards, unless something failed in it."""
-    if kept is not None:
-        if kept.exists():
-            raise DataError(f"{kept} exists; name a folder that does not, so that runs start from nothing")
-        kept.mkdir(parents=True)
-        yield kept.resolve()
-        return
-    folder = Path(tempfile.mkdtemp(prefix="resume-proof-"))
-    try:
-        yield folder
-    except BaseException:
+def _new_folder(kept: Path | None) -> Path:
+    if kept is None:
+        return Path(tempfile.mkdtemp(prefix="resume-proof-"))
+    if kept.exists():
+        raise DataError(f"{kept} exists; name a folder that does not, so that runs start from nothing")
+    kept.mkdir(parents=True)
+    return kept.resolve()
+
+
+def _leave(folder: Path, *, is_proven: bool) -> None:
+    """Runs and logs that nobody asked to keep go when they prove what they should; else they say what went wrong."""
+    if is_proven:
+        shutil.rmtree(folder)
+    else:
         print(f"grpo: runs and logs are in {folder}", file=sys.stderr)
-        raise
-    shutil.rmtree(folder)
 
 
 def _show_log() -> None:
