@@ -30,6 +30,10 @@ class StorageError(GrpoError):
     """A file or stored object cannot be written, found or trusted; the message names path, bytes and the way out."""
 
 
+class ArtifactLost(StorageError):
+    """What was stored is gone or has other bytes; to ask again is of no use, while every other failure may pass."""
+
+
 class RunBusy(GrpoError):
     """Another process works on the run; the message says which, where, and when it was last heard of."""
 

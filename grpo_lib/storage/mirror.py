@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from grpo_lib.data.files import sha256_of, storage_errors
-from grpo_lib.errors import StorageError
+from grpo_lib.errors import ArtifactLost, StorageError
 from grpo_lib.storage.refs import ArtifactStore, StoreRef
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class RunMirror:
         document = self._document(f"{PUBLISHED}{name}.json")
         data = self._store.read_document(document)
         if data is None:
-            raise StorageError(
+            raise ArtifactLost(
                 f"run {self._run_id} has no {name} in {self._store.location}: the step that writes it did not get "
                 "there, or storage.store differs from the run's"
             )
@@ -178,10 +178,10 @@ def published_files(document: bytes, *, where: str) -> Iterator[PublishedFile]:
         for entry in entries:
             path = PurePosixPath(entry.pop("path"))
             if path.is_absolute() or ".." in path.parts:
-                raise StorageError(f"{where} names {str(path)!r}, which is not in the run's folder; it is damaged")
+                raise ArtifactLost(f"{where} names {str(path)!r}, which is not in the run's folder; it is damaged")
             yield PublishedFile(path=path, ref=StoreRef.from_dict(entry))
     except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{where} is damaged ({error!r}); publish it again") from error
+        raise ArtifactLost(f"{where} is damaged ({error!r}); publish it again") from error
 
 
 def _files(path: Path) -> list[Path]:
