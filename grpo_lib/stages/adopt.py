@@ -13,10 +13,10 @@ from pathlib import Path
 
 from grpo_lib.config import RunConfig
 from grpo_lib.data.files import storage_errors
-from grpo_lib.stages.checkpoints import newest_complete
+from grpo_lib.stages.checkpoints import newest_or_none_made
+from grpo_lib.stages.published import newest_fetched
 from grpo_lib.stages.run_paths import RunPaths, clear
 from grpo_lib.stages.stored_run import write_run
-from grpo_lib.storage.mirror import RunMirror
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ def adopt(
         step: The first that is run again.
 
     Raises:
+        DataError: the origin has checkpoints, and none can be used.
         StorageError: something cannot be copied.
     """
     own = _sibling(paths, run_id)
@@ -55,7 +56,7 @@ def adopt(
     if source.open_store().is_remote:
         _fetch(source, own, wanted, with_checkpoint=step in _AFTER_SHARDS)
     else:
-        checkpoint = newest_complete(source) if step in _AFTER_SHARDS else None
+        checkpoint = newest_or_none_made(source) if step in _AFTER_SHARDS else None
         if checkpoint is not None:
             wanted = [*(path for path in wanted if path != source.shards), checkpoint.path]
         for path in wanted:
@@ -111,10 +112,10 @@ def _copy(source: Path, target: Path) -> None:
 
 def _fetch(source: RunPaths, own: RunPaths, wanted: Sequence[Path], *, with_checkpoint: bool) -> None:
     """Bring what the origin published straight into the own folder, and publish it again under the own id."""
-    origin = RunMirror(source.open_store(), run_id=source.run_id, folder=own.run)
-    published = set(origin.published())
+    origin = replace(own, run_id=source.run_id)
+    published = set(origin.mirror().published())
     here = [path for path in (own.run / path.relative_to(source.run) for path in wanted) if path in published]
-    if with_checkpoint:
-        here += origin.published(own.checkpoints)[-1:]
-    origin.fetch(*here)
+    origin.mirror().fetch(*here)
+    if with_checkpoint and (point := newest_fetched(origin)) is not None:
+        here.append(point.path)
     own.mirror().publish(*here)

@@ -25,7 +25,7 @@ from typing import Any
 
 from grpo_lib.config import LoopConfig
 from grpo_lib.data.files import fsync, sha256_of, storage_errors, whole_folder
-from grpo_lib.errors import DataError, GrpoError
+from grpo_lib.errors import DataError, GrpoError, StorageError
 from grpo_lib.interfaces import TrainerGroup
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.types import WrittenFile
@@ -36,6 +36,7 @@ _SETTING = "storage.root"
 _LOOP, _MANIFEST = "loop.json", "manifest.json"
 _HIDDEN = ".partial-"  # not yet complete, or about to be removed
 _CLOSE_S = 30.0  # how long a run that has failed waits for a checkpoint under way
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # other errors of a disk are no proof of damage
 _READERS = 4  # threads that hash a checkpoint's files
 
 
@@ -222,22 +223,59 @@ def newest_complete(paths: RunPaths, *, at_most: int | None = None) -> ResumePoi
 
     Args:
         at_most: Steps done in the newest that may be taken; any number when absent.
+
+    Raises:
+        StorageError: the disk or its rights keep a file from being read, which says nothing about the checkpoint.
     """
+    return search(paths, at_most=at_most)[0]
+
+
+def search(paths: RunPaths, *, at_most: int | None = None) -> tuple[ResumePoint | None, list[str]]:
+    """As `newest_complete`, with what is wrong with each that was skipped."""
+    damages: list[str] = []
     for path in reversed(checkpoints_of(paths)):
         if at_most is not None and path.name > _name(at_most):
             continue
         try:
-            return verified(path)
+            return verified(path), damages
         except DataError as error:
             log.warning("%s; it is not used, an older checkpoint is", error)
-    return None
+            damages.append(str(error))
+    return None, damages
+
+
+def newest_or_none_made(paths: RunPaths) -> ResumePoint | None:
+    """The newest complete checkpoint; None only where there is no checkpoint at all.
+
+    Raises:
+        DataError: there are checkpoints, and all of them are damaged.
+        StorageError: as `newest_complete`.
+    """
+    point, damages = search(paths)
+    if point is None and damages:
+        raise none_is_usable(paths, damages)
+    return point
+
+
+def none_is_usable(paths: RunPaths, damages: Sequence[str], *, published_at: str | None = None) -> DataError:
+    """Work would be lost without a word if a run began anew because all that it saved is damaged.
+
+    Args:
+        published_at: Where the store has some of them.
+    """
+    places = " and ".join([*([str(paths.checkpoints)] if checkpoints_of(paths) else []), *filter(None, [published_at])])
+    return DataError(
+        f"run {paths.run_id} has checkpoints and none can be used: {'; '.join(damages)}. Bring one back from a copy; "
+        f"or, to begin again at the first step, move {places} elsewhere"
+    )
 
 
 def verified(path: Path) -> ResumePoint:
     """A checkpoint, after all of its files were hashed again.
 
     Raises:
-        DataError: a file is missing, cannot be read, or is not what the manifest says; the message names it.
+        DataError: a file is missing or is not what the manifest says; the message names it.
+        StorageError: a file is there and cannot be read.
     """
     manifest = _read(path, _MANIFEST)
     files = manifest.get("files")
@@ -280,21 +318,32 @@ def _damage(path: Path, file: WrittenFile) -> str | None:
         if size != file.size_bytes:
             return f"{file.name} has {size:,} of {file.size_bytes:,} bytes"
         found = sha256_of(path / file.name)
-    except OSError as error:
+    except _ABSENT as error:
         return f"{file.name} cannot be read: {error.strerror}"
+    except OSError as error:
+        raise _unreadable(path / file.name, error) from error
     return None if found == file.sha256 else f"{file.name} has other bytes: sha256 {found:.12}… not {file.sha256:.12}…"
 
 
 def _read(path: Path, name: str) -> dict[str, Any]:
     try:
         content = json.loads((path / name).read_text())
-    except OSError as error:
+    except _ABSENT as error:
         raise DataError(f"checkpoint {path} is damaged: {name} cannot be read: {error.strerror}") from error
+    except OSError as error:
+        raise _unreadable(path / name, error) from error
     except ValueError as error:
         raise DataError(f"checkpoint {path} is damaged: {name} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise DataError(f"checkpoint {path} is damaged: {name} holds a {type(content).__name__}, not an object")
     return content
+
+
+def _unreadable(file: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"cannot read {file}: {error.strerror}; check the disk and this user's rights, or move {file.parent} elsewhere "
+        "to do without this checkpoint"
+    )
 
 
 def _digest(files: Mapping[str, Any]) -> str:

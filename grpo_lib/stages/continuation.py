@@ -8,7 +8,7 @@ from grpo_lib.config import RunConfig, flat
 from grpo_lib.data.models import resolve_model_path
 from grpo_lib.errors import ConfigError, DataError
 from grpo_lib.stages.attempts import Attempt
-from grpo_lib.stages.checkpoints import ResumePoint, newest_complete
+from grpo_lib.stages.checkpoints import ResumePoint, newest_or_none_made
 from grpo_lib.stages.lineage import flattened, lineage
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.stored_run import StoredRun, open_run
@@ -23,15 +23,16 @@ def starting_point(config: RunConfig, paths: RunPaths, current: Attempt) -> Resu
 
     Raises:
         ConfigError: the run was begun under another configuration.
-        DataError: the checkpoint was written by a run that this one does not continue.
+        DataError: the checkpoint was written by a run that this one does not continue; or all checkpoints are damaged.
+        StorageError: a checkpoint cannot be read now.
     """
-    point = newest_complete(paths)
+    point = newest_or_none_made(paths)
     run = open_run(str(paths.run)) if paths.record.is_file() else None
     if run is not None:
         refuse_other_config(run, config)
     if point is None:
         if current.number > 1 or (run is not None and run.origins):
-            log.info("no complete checkpoint in %s: training starts at the first step", paths.checkpoints)
+            log.info("no checkpoint in %s: training starts at the first step", paths.checkpoints)
         return None
     _refuse_stranger(point, paths, run)
     done, steps = point.state.steps_done, config.loop.steps

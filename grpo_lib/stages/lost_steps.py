@@ -28,7 +28,8 @@ def truncate_to(paths: RunPaths, state: CheckpointState | None) -> None:
 
     Later rows, and what a crash left of a line that was being written, move to files below `paths.lost` first; the
     table is replaced after that. A crash in between leaves all rows in the table and a copy beside it, under a name
-    that the next try uses again. Checkpoints of later steps, damaged or they would have been taken, move there too.
+    that the next try uses again. Checkpoints of later steps, damaged or they would have been taken, move there too;
+    those that are published are withdrawn, or they would count as newer than what the run writes from now on.
 
     Args:
         state: The checkpoint that the run continues from; None if it starts again, so that all rows are lost.
@@ -47,9 +48,18 @@ def truncate_to(paths: RunPaths, state: CheckpointState | None) -> None:
                 f"{len(steps)} rows that end with steps {steps[-3:]}; it was changed after it was written"
             )
     _split(paths.certificates, paths.lost, lambda row: row["policy_version"] <= version)
+    mirror = paths.mirror()
+    for checkpoint in mirror.published(paths.checkpoints):
+        if _is_later(checkpoint, state):
+            mirror.withdraw(checkpoint)
+            log.warning("checkpoint %s is not used and no longer published", checkpoint.name)
     for checkpoint in checkpoints_of(paths):
-        if state is None or checkpoint.name > f"step-{steps_done:06d}":
+        if _is_later(checkpoint, state):
             _set_aside(checkpoint, paths.lost)
+
+
+def _is_later(checkpoint: Path, state: CheckpointState | None) -> bool:
+    return state is None or checkpoint.name > f"step-{state.steps_done:06d}"
 
 
 def _split(table: Path, lost: Path, is_kept: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grpo_lib.config import RunConfig
 from grpo_lib.data.models import resolve_model_path
+from grpo_lib.errors import DataError
 from grpo_lib.parity.probe import ENGINE_SCORE, StoredLogprobs, probe
 from grpo_lib.parity.report import build_report, to_dict
 from grpo_lib.stages.attempts import attempt
-from grpo_lib.stages.checkpoints import checkpoints_of
 from grpo_lib.stages.diagnosis import diagnosed
 from grpo_lib.stages.live import live_parts
+from grpo_lib.stages.published import newest_fetched
 from grpo_lib.stages.recorder import read_certificates
 from grpo_lib.stages.run_paths import RunPaths
 from grpo_lib.stages.scorers import ScoredBefore, ScoredBySequence, ScoredByTrainer
@@ -53,6 +55,7 @@ def run(
 
     Raises:
         RunBusy: another process is at work on the run.
+        DataError: no usable checkpoint holds the policy of the exported model.
     """
     with attempt(paths, stage="parity_report"):
         return _judge(config, paths, rollouts, evaluation, policy_version, shard_plan)
@@ -68,7 +71,8 @@ def _judge(
 ) -> StoredReport:
     store = paths.open_store()
     mirror = paths.mirror(store)
-    mirror.fetch(paths.export, *paths.step_tables, *mirror.published(paths.checkpoints)[-1:])
+    mirror.fetch(paths.export, *paths.step_tables)
+    checkpoint = trained_checkpoint(paths, policy_version=policy_version)
     groups = read_rollouts(store, StoreRef.from_dict(rollouts)).groups
     plain = HfScorer(
         paths.export,
@@ -82,7 +86,7 @@ def _judge(
         config,
         trainer_model=resolve_model_path(config.model.path),
         engine_model=paths.export,
-        checkpoint=checkpoints_of(paths)[-1],
+        checkpoint=checkpoint,
         engine_version=policy_version,
     ) as (trainer, engines):
         scorers = [
@@ -113,6 +117,22 @@ def _judge(
     write_parity(paths, parity)
     mirror.publish(paths.parity)
     return StoredReport(parity=parity, metrics=metrics, samples=_samples(groups))
+
+
+def trained_checkpoint(paths: RunPaths, *, policy_version: int) -> Path:
+    """The newest usable checkpoint, which must be of the policy that is judged: an older one scores otherwise.
+
+    Raises:
+        DataError: there is none, or it is of another version.
+    """
+    point = newest_fetched(paths)
+    if point is None or point.state.policy_version != policy_version:
+        found = "there is none" if point is None else f"{point.path} is of version {point.state.policy_version}"
+        raise DataError(
+            f"run {paths.run_id}: no usable checkpoint holds policy version {policy_version}, which the exported model "
+            f"has: {found}; continue the run from fit, which trains the missing steps again"
+        )
+    return point.path
 
 
 def _samples(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:

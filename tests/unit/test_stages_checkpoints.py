@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -334,6 +337,24 @@ def test_when_all_are_damaged_there_is_none(paths: RunPaths, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         assert newest_complete(paths) is None
     assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("name", ["state", "manifest.json"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_a_disk_that_fails_is_not_taken_for_damage(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    write(paths, 2, 4)
+    opened = Path.open
+
+    def failing(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name == name:
+            raise OSError(code, os.strerror(code), str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", failing)
+    with pytest.raises(StorageError, match=rf"cannot read .*step-000004/{name}: {os.strerror(code)}; check the disk"):
+        newest_complete(paths)
 
 
 # --- The base model's shards ----------------------------------------------------------------------------------------

@@ -90,9 +90,20 @@ def test_without_a_checkpoint_it_starts_again_and_says_so(tmp_path: Path, caplog
     run = finished_run(tmp_path, "GRPOFlow/1", rewards=REWARDS)
     with caplog.at_level(logging.INFO):
         assert start(run) is None
-        assert "no complete checkpoint" not in caplog.text, "a first attempt has nothing to say"
+        assert "no checkpoint" not in caplog.text, "a first attempt has nothing to say"
         assert start(run) is None
-    assert "no complete checkpoint" in caplog.text
+    assert "no checkpoint" in caplog.text
+
+
+def test_damaged_checkpoints_do_not_make_it_start_again(tmp_path: Path) -> None:
+    run = stopped_run(tmp_path)
+    save(run.paths, 3, "GRPOFlow/1")
+    for step in (2, 3):
+        (run.paths.checkpoints / f"step-{step:06d}" / "loop.json").write_text("{}")
+    with pytest.raises(DataError, match=r"none can be used: .*step-000003 .*step-000002 .*move \S+checkpoints else"):
+        start(run)
+    with pytest.raises(DataError, match="none can be used"):
+        resume(run, "GRPOFlow/2")
 
 
 def test_a_fresh_run_never_sees_what_other_runs_left(tmp_path: Path) -> None:
