@@ -102,6 +102,9 @@ class StepProbe:
     def __exit__(self, *_: object) -> None:
         for restore in reversed(self._restore):
             restore()
+        if self._session is not None:  # a profiler that runs when the process ends brings it down
+            self._session.stop()
+            self._session = None
 
     def result(self) -> dict[str, Any]:
         """Milliseconds per step. *wait* is the host waiting for the device, *outputs and rest* what is left of a step.
@@ -172,10 +175,11 @@ class StepProbe:
         on_gpu = torch.cuda.is_available()
         if on_gpu:
             torch.cuda.synchronize()
-        self._session.stop()
+        session, self._session = self._session, None
+        session.stop()
         self.events = [
             Event(name=event.name, start=event.time_range.start, end=event.time_range.end)
-            for event in self._session.events()
+            for event in session.events()
             # Without a GPU, operators that no other one called stand for kernels.
             if (event.device_type.name == "CUDA" if on_gpu else event.cpu_parent is None)
             and not getattr(event, "is_user_annotation", False)
