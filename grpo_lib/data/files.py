@@ -21,6 +21,24 @@ _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 @contextmanager
+def new_file(folder: Path, *, setting: str, needed_bytes: int) -> Iterator[Path]:
+    """A name in `folder` that no other process uses; what is still there afterwards is removed.
+
+    Raises:
+        StorageError: the file cannot fit, which is refused at once, or cannot be written.
+    """
+    path = folder / uuid.uuid4().hex
+    with storage_errors(path, setting=setting, needed_bytes=needed_bytes):
+        folder.mkdir(parents=True, exist_ok=True)
+        if needed_bytes > free_bytes(folder):
+            raise StorageError(no_room(path, "the disk is full", setting=setting, needed_bytes=needed_bytes))
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
 def whole_file(target: Path, *, setting: str) -> Iterator[Path]:
     """A scratch path beside `target` that becomes `target` when the block ends, and vanishes when it raises.
 

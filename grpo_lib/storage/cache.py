@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import time
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from grpo_lib.data.files import free_bytes, fsync, no_room, storage_errors
-from grpo_lib.errors import StorageError
+from grpo_lib.data.files import fsync, new_file, storage_errors
 
 _SETTING = "XDG_CACHE_HOME"
 _LIMIT_BYTES = 20 << 30
@@ -40,18 +38,9 @@ class ArtifactCache:
             return None
         return path
 
-    @contextmanager
-    def scratch(self, needed_bytes: int) -> Iterator[Path]:
+    def scratch(self, needed_bytes: int) -> AbstractContextManager[Path]:
         """A name for a new file, gone afterwards unless it was admitted; refuses at once what cannot fit."""
-        path = self._folder / "incoming" / uuid.uuid4().hex
-        with storage_errors(path, setting=_SETTING, needed_bytes=needed_bytes):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if needed_bytes > free_bytes(path.parent):
-                raise StorageError(no_room(path, "the disk is full", setting=_SETTING, needed_bytes=needed_bytes))
-            try:
-                yield path
-            finally:
-                path.unlink(missing_ok=True)
+        return new_file(self._folder / "incoming", setting=_SETTING, needed_bytes=needed_bytes)
 
     def admit(self, scratch: Path, key: str) -> Path:
         """Give a whole file, whose hash is its key, its place, and make room for it."""

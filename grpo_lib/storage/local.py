@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
 
-from grpo_lib.data.files import free_bytes, fsync, no_room, sha256_of, storage_errors, whole_file
+from grpo_lib.data.files import fsync, new_file, sha256_of, storage_errors, whole_file
 from grpo_lib.errors import ArtifactLost, StorageError
 from grpo_lib.storage.refs import Stored, StoreKind, StoreRef, document_name
 from grpo_lib.storage.tables import write_table
@@ -143,18 +142,9 @@ class LocalStore:
     def _path(self, key: str) -> Path:
         return self._root / "objects" / key[:2] / key
 
-    @contextmanager
-    def _scratch(self, *, needed_bytes: int) -> Iterator[Path]:
+    def _scratch(self, *, needed_bytes: int) -> AbstractContextManager[Path]:
         """A scratch name that is gone afterwards; refuses at once what cannot fit."""
-        scratch = self._root / "incoming" / uuid.uuid4().hex
-        with storage_errors(scratch, setting=_SETTING, needed_bytes=needed_bytes):
-            scratch.parent.mkdir(parents=True, exist_ok=True)
-            if needed_bytes > free_bytes(scratch.parent):
-                raise StorageError(no_room(scratch, "the disk is full", setting=_SETTING, needed_bytes=needed_bytes))
-            try:
-                yield scratch
-            finally:
-                scratch.unlink(missing_ok=True)
+        return new_file(self._root / "incoming", setting=_SETTING, needed_bytes=needed_bytes)
 
     def _admit(self, scratch: Path, key: str, kind: StoreKind) -> StoreRef:
         """Give the flushed scratch file its final name."""

@@ -12,7 +12,6 @@ import pytest
 
 from grpo_lib.data import files
 from grpo_lib.errors import StorageError
-from grpo_lib.storage import local
 from grpo_lib.storage.local import LocalStore
 from grpo_lib.storage.refs import ArtifactStore, StoreKind, StoreRef
 from tests.full_disk import largest_file
@@ -117,8 +116,7 @@ def test_reference_survives_json(store: LocalStore, source: Path) -> None:
 def test_what_cannot_fit_is_refused_with_the_figures(
     store: LocalStore, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (files, local):
-        monkeypatch.setattr(module, "free_bytes", lambda path: 10_000)
+    monkeypatch.setattr(files, "free_bytes", lambda path: 10_000)
     with pytest.raises(StorageError, match=r"10,240 bytes needed, 10,000 bytes free .* point storage\.store to a disk"):
         store.put_file(source)
     assert stored_files(tmp_path) == []
